@@ -1,0 +1,85 @@
+"""kvclient: store and fetch KV layer by layer from inside prefill and decode workers.
+
+`AsyncClient` for asyncio programs, `Client` for engine worker threads; both hand out handles with
+NIXL's life cycle. See README.md for twenty lines that use it.
+"""
+
+from kvclient.fork_support import (
+    IS_SUPPORTED as FORK_IS_SUPPORTED,
+)  # before anything that uses grpc
+
+# isort: split
+from kvclient.blocking import BlockingFetch, BlockingStore, Client
+from kvclient.client import AsyncClient, Presence, ServerInfo
+from kvclient.fetch import FetchHandle, FetchResult
+from kvclient.fetch_session import LayerEvent
+from kvclient.handle import HandleState
+from kvclient.placement import LayerMajor, Paged, Placement
+from kvclient.region import Region
+from kvclient.store import StoreHandle, StoreResult
+from kvserve.errors import (
+    DeadlineExceeded,
+    HandleClosed,
+    InvalidRequest,
+    KvserveError,
+    MessageTooLarge,
+    Overloaded,
+    ServerFault,
+    ServerUnavailable,
+    StorageFull,
+    StorageUnavailable,
+    TransferCancelled,
+)
+from kvserve.model import (
+    ChunkStatus,
+    Descriptor,
+    Layout,
+    ModelIdentity,
+    Shard,
+    Verdict,
+    attention,
+    latent,
+    opaque,
+)
+from kvserve.prefix import chunk_hashes
+
+__all__ = [
+    "FORK_IS_SUPPORTED",
+    "AsyncClient",
+    "BlockingFetch",
+    "BlockingStore",
+    "ChunkStatus",
+    "Client",
+    "DeadlineExceeded",
+    "Descriptor",
+    "FetchHandle",
+    "FetchResult",
+    "HandleClosed",
+    "HandleState",
+    "InvalidRequest",
+    "KvserveError",
+    "LayerEvent",
+    "LayerMajor",
+    "Layout",
+    "MessageTooLarge",
+    "ModelIdentity",
+    "Overloaded",
+    "Paged",
+    "Placement",
+    "Presence",
+    "Region",
+    "ServerFault",
+    "ServerInfo",
+    "ServerUnavailable",
+    "Shard",
+    "StorageFull",
+    "StorageUnavailable",
+    "StoreHandle",
+    "StoreResult",
+    "TransferCancelled",
+    "Verdict",
+    "attention",
+    "chunk_hashes",
+    "latent",
+    "opaque",
+]

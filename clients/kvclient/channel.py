@@ -1,0 +1,95 @@
+"""The client's gRPC channel: made on first use, once for each process and event loop.
+
+A channel belongs to the loop that made it and to the process that made it. A forked child, or a
+program that runs a second loop, gets a new one; nothing of the old one is touched.
+"""
+
+import asyncio
+import os
+
+import grpc
+
+from kvclient import fork_support
+from kvserve.errors import HandleClosed, InvalidRequest
+from kvserve.format.messages import SERVICE
+from kvserve.v1 import kvserve_pb2 as pb
+
+# The server's frames are at most 64 MiB (`limits.frame_size_bytes`), plus their envelope.
+_MESSAGE_SIZE_BYTES_MAX = 65 << 20
+
+OPTIONS = [
+    ("grpc.max_receive_message_length", _MESSAGE_SIZE_BYTES_MAX),
+    ("grpc.max_send_message_length", _MESSAGE_SIZE_BYTES_MAX),
+    # Finds a dead peer in 40 s even when idle; the server permits pings this often.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A restarted server is found again within a second.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.http2.max_frame_size", 4 << 20),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+class Channel:
+    """The rpcs of one server, as grpc multi-callables. Fetch replies and store requests are raw."""
+
+    def __init__(self, address: str) -> None:
+        if address.startswith("unix:"):
+            is_valid = len(address) > len("unix:")
+        else:
+            host, _, port = address.rpartition(":")
+            is_valid = bool(host) and port.isdecimal() and 0 < int(port) < 65_536
+        if not is_valid:
+            raise InvalidRequest(f"address {address!r} must be HOST:PORT, [V6]:PORT or unix:PATH")
+        self.address = address
+        self._owner: tuple[int, asyncio.AbstractEventLoop] | None = None
+        self._channel: grpc.aio.Channel | None = None
+
+    def connected(self) -> "Channel":
+        """Self, with a channel that belongs to this process and the running loop."""
+        owner = (os.getpid(), asyncio.get_running_loop())
+        if self._owner == owner:
+            return self
+        if self._owner is not None and self._owner[0] != owner[0] and not fork_support.IS_SUPPORTED:
+            raise HandleClosed(
+                "this client was used before a fork, and gRPC was imported before kvclient without "
+                "fork support: set GRPC_ENABLE_FORK_SUPPORT=1 in the environment, import kvclient "
+                "before grpc, or start workers with spawn"
+            )
+        self._owner = owner
+        self._channel = channel = grpc.aio.insecure_channel(self.address, options=OPTIONS)
+        self.get_server_info = channel.unary_unary(
+            f"/{SERVICE}/GetServerInfo",
+            request_serializer=pb.GetServerInfoRequest.SerializeToString,
+            response_deserializer=pb.GetServerInfoReply.FromString,
+        )
+        self.lookup = channel.unary_unary(
+            f"/{SERVICE}/Lookup",
+            request_serializer=pb.LookupRequest.SerializeToString,
+            response_deserializer=pb.LookupReply.FromString,
+        )
+        self.delete = channel.unary_unary(
+            f"/{SERVICE}/Delete",
+            request_serializer=pb.DeleteRequest.SerializeToString,
+            response_deserializer=pb.DeleteReply.FromString,
+        )
+        self.fetch: grpc.aio.UnaryStreamMultiCallable[pb.FetchRequest, bytes] = (
+            channel.unary_stream(
+                f"/{SERVICE}/Fetch", request_serializer=pb.FetchRequest.SerializeToString
+            )
+        )
+        self.store: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
+            f"/{SERVICE}/Store"
+        )
+        return self
+
+    async def close(self) -> None:
+        """Ends open rpcs; a later call opens a new channel."""
+        channel, owner = self._channel, self._owner
+        self._channel = self._owner = None
+        if channel is not None and owner == (os.getpid(), asyncio.get_running_loop()):
+            await channel.close()

@@ -1,0 +1,181 @@
+"""`AsyncClient`: one server, any number of transfers. No connection is made before the first call."""
+
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc
+
+from kvclient.channel import Channel
+from kvclient.fetch import FetchHandle
+from kvclient.placement import as_placement
+from kvclient.region import Region
+from kvclient.status import to_error
+from kvclient.store import StoreHandle
+from kvserve.format.messages import descriptor_to_pb, verdicts_from_pb
+from kvserve.model import ChunkStatus, Descriptor, Verdict
+from kvserve.v1 import kvserve_pb2 as pb
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What a server is and accepts; field by field as in the proto."""
+
+    version: str
+    capabilities: tuple[str, ...]
+    file_system: str
+    chunk_file_version: int
+    chunks_max: int
+    message_size_bytes_max: int
+    frame_size_bytes_max: int
+    transfers_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """Answer of a lookup. `prefix_chunks`: length of the leading run of hits."""
+
+    prefix_chunks: int
+    verdicts: list[Verdict]
+
+    @property
+    def hits(self) -> list[bool]:
+        """By chunk, holes included."""
+        return [verdict.status is ChunkStatus.HIT for verdict in self.verdicts]
+
+
+class AsyncClient:
+    """A client of the server at `address` (HOST:PORT or unix:PATH).
+
+    Reconnects by itself after a server restart; calls wait for the connection up to their deadline.
+    `timeout_s` is the default deadline of every call, queueing and connecting included.
+    """
+
+    def __init__(self, address: str, *, timeout_s: float = 60.0) -> None:
+        self._channel = Channel(address)
+        self.timeout_s = timeout_s
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._channel.address}>"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends open calls. The client may be used again: it then connects anew."""
+        await self._channel.close()
+
+    @staticmethod
+    def register(buffer: Any) -> Region:
+        """A region over any contiguous buffer; see `Region`."""
+        return Region(buffer)
+
+    async def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
+        channel = self._channel.connected()
+        reply: pb.GetServerInfoReply = await self._answer(
+            channel.get_server_info(pb.GetServerInfoRequest(), **self._options(timeout_s))
+        )
+        return ServerInfo(
+            version=reply.version,
+            capabilities=tuple(reply.capabilities),
+            file_system=reply.file_system,
+            chunk_file_version=reply.chunk_file_version,
+            chunks_max=reply.limits.chunks_max,
+            message_size_bytes_max=reply.limits.message_size_bytes_max,
+            frame_size_bytes_max=reply.limits.frame_size_bytes_max,
+            transfers_max=reply.limits.transfers_max,
+        )
+
+    async def lookup(self, descriptor: Descriptor, *, timeout_s: float | None = None) -> Presence:
+        request = pb.LookupRequest(descriptor=descriptor_to_pb(descriptor))
+        channel = self._channel.connected()
+        reply: pb.LookupReply = await self._answer(
+            channel.lookup(request, **self._options(timeout_s))
+        )
+        verdicts = verdicts_from_pb(reply.chunk_statuses, reply.details, descriptor.chunk_count)
+        return Presence(reply.prefix_chunks, verdicts)
+
+    async def delete(
+        self, descriptor: Descriptor, *, timeout_s: float | None = None
+    ) -> list[ChunkStatus]:
+        """DELETED or MISS_ABSENT for every chunk."""
+        request = pb.DeleteRequest(descriptor=descriptor_to_pb(descriptor))
+        channel = self._channel.connected()
+        reply: pb.DeleteReply = await self._answer(
+            channel.delete(request, **self._options(timeout_s))
+        )
+        verdicts = verdicts_from_pb(reply.chunk_statuses, (), descriptor.chunk_count)
+        return [verdict.status for verdict in verdicts]
+
+    def prepare_fetch(
+        self,
+        descriptor: Descriptor,
+        into: Any,
+        *,
+        layers: Sequence[int] = (),
+        timeout_s: float | None = None,
+    ) -> FetchHandle:
+        """A fetch that starts with `post`. `into`: a placement, or a buffer or region laid out
+        [layer][chunk]. `layers`: which, in which order; empty for all in the descriptor's order."""
+        return FetchHandle(
+            self._channel,
+            descriptor,
+            as_placement(into, descriptor),
+            layers=layers,
+            timeout_s=self._timeout(timeout_s),
+        )
+
+    def fetch(
+        self,
+        descriptor: Descriptor,
+        into: Any,
+        *,
+        layers: Sequence[int] = (),
+        timeout_s: float | None = None,
+    ) -> FetchHandle:
+        """`prepare_fetch` and `post`."""
+        handle = self.prepare_fetch(descriptor, into, layers=layers, timeout_s=timeout_s)
+        handle.post()
+        return handle
+
+    def prepare_store(
+        self, descriptor: Descriptor, source: Any, *, timeout_s: float | None = None
+    ) -> StoreHandle:
+        """A store that starts with `post`; `source` as `into` of `prepare_fetch`."""
+        return StoreHandle(
+            self._channel,
+            descriptor,
+            as_placement(source, descriptor),
+            timeout_s=self._timeout(timeout_s),
+        )
+
+    def store(
+        self, descriptor: Descriptor, source: Any, *, timeout_s: float | None = None
+    ) -> StoreHandle:
+        """`prepare_store` and `post`."""
+        handle = self.prepare_store(descriptor, source, timeout_s=timeout_s)
+        handle.post()
+        return handle
+
+    def _timeout(self, timeout_s: float | None) -> float:
+        return self.timeout_s if timeout_s is None else timeout_s
+
+    def _options(self, timeout_s: float | None) -> dict[str, Any]:
+        return {"timeout": self._timeout(timeout_s), "wait_for_ready": True}
+
+    async def _answer(self, call: Awaitable[_T]) -> _T:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise to_error(error, self._channel.address) from error

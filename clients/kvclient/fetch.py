@@ -1,0 +1,145 @@
+"""Fetch handles: layers arrive in the caller's region, one completion event each."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from kvclient.channel import Channel
+from kvclient.fetch_session import FetchSession, LayerEvent
+from kvclient.handle import Handle, HandleState
+from kvclient.placement import Placement
+from kvserve.errors import InvalidRequest, ServerFault
+from kvserve.format.frames import decode_frame
+from kvserve.format.messages import descriptor_to_pb, verdicts_from_pb
+from kvserve.model import ChunkStatus, Descriptor, Verdict, check_layers, leading_hits
+from kvserve.v1 import kvserve_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class FetchResult:
+    """How every chunk ended. A chunk that is no HIT has nothing valid in the region.
+
+    `prefix_chunks`: the length of the leading run of hits, what an engine may use.
+    """
+
+    prefix_chunks: int
+    verdicts: list[Verdict]
+    landed_bytes: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.prefix_chunks == len(self.verdicts)
+
+
+class FetchHandle(Handle):
+    """One fetch, one request. DONE: every byte of every chunk is in the region and verified.
+
+    A miss is a value: the handle then ends as ERR without `error`, and `wait` returns a result
+    whose `verdicts` tell which chunks are good.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        descriptor: Descriptor,
+        placement: Placement,
+        *,
+        layers: Sequence[int],
+        timeout_s: float,
+    ) -> None:
+        super().__init__(placement, channel.address, timeout_s)
+        if not placement.region.is_writable:
+            raise InvalidRequest("the region is read-only: a fetch writes into it")
+        check_layers("layers", layers, descriptor.layout)
+        self._channel = channel
+        self._descriptor = descriptor
+        self._layers = tuple(layers) or descriptor.layer_order
+        self._session = FetchSession(descriptor, self._layers, placement)
+        self._events: dict[int, LayerEvent] = {}
+        self._changed = asyncio.Event()
+
+    def post(self) -> None:
+        """Starts the transfer; needs a running loop."""
+        self._post(self._transfer())
+
+    async def wait(self) -> FetchResult:
+        """The result at the end. Cancelling the wait does not cancel the transfer.
+
+        Raises:
+            KvserveError: the transfer itself failed; nothing in the region counts but the layers
+                whose events came before.
+        """
+        await self._ended()
+        return self._result()
+
+    async def layer(self, layer_index: int) -> LayerEvent:
+        """Waits until one layer is complete and verified.
+
+        Raises:
+            InvalidRequest: the layer was not asked for.
+            KvserveError: the transfer failed before.
+        """
+        if layer_index not in self._layers:
+            raise InvalidRequest(f"layer {layer_index} is not among the layers of this fetch")
+        while layer_index not in self._events:
+            if self.state is not HandleState.PROC:
+                await self._ended()
+                raise ServerFault(f"the fetch ended without layer {layer_index}")
+            await self._changed.wait()
+        return self._events[layer_index]
+
+    async def layers(self) -> AsyncIterator[LayerEvent]:
+        """Each layer as it completes, in delivery order; raises what ended the transfer early."""
+        for layer_index in self._layers:
+            yield await self.layer(layer_index)
+
+    async def _transfer(self) -> None:
+        request = pb.FetchRequest(
+            descriptor=descriptor_to_pb(self._descriptor), layers=self._layers
+        )
+        call = self._channel.connected().fetch(
+            request, timeout=self._time_left_s(), wait_for_ready=True
+        )
+        try:
+            # Not `async for`: `read` saves a generator step for every frame.
+            while isinstance(message := await call.read(), bytes):  # else EOF
+                frame = decode_frame(message)
+                if frame is not None:
+                    events = self._session.frame(*frame)
+                else:
+                    events = self._other(pb.FetchReply.FromString(message))
+                if events:
+                    self._events.update({event.layer_index: event for event in events})
+                    self._pulse()
+        finally:
+            call.cancel()
+        if not self._session.is_finished:
+            raise ServerFault("the server ended the stream before the last layer")
+
+    def _other(self, reply: pb.FetchReply) -> list[LayerEvent]:
+        kind = reply.WhichOneof("message")
+        if kind == "head":
+            verdicts = verdicts_from_pb(
+                reply.head.chunk_statuses, reply.head.details, self._descriptor.chunk_count
+            )
+            return self._session.head(verdicts)
+        if kind == "miss":
+            miss = reply.miss
+            verdict = Verdict(ChunkStatus(miss.status), miss.message)
+            return self._session.miss(miss.chunk_index, verdict)
+        raise ServerFault(f"a fetch reply of unknown kind {kind}")
+
+    def _result(self) -> FetchResult:
+        verdicts = self._session.verdicts
+        return FetchResult(leading_hits(verdicts), list(verdicts), self._session.landed_bytes)
+
+    def _pulse(self) -> None:
+        # Wakes present waiters; each looks at the state and waits again on the new event.
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _is_whole(self) -> bool:
+        return self._session.is_finished and self._result().is_whole
+
+    def _wake(self) -> None:
+        self._pulse()

@@ -1,0 +1,127 @@
+"""The life of a transfer, as in NIXL: prepare -> post -> PROC -> DONE | ERR, release always.
+
+Every handle ends: by completion, error, cancel or deadline. After its end nothing writes into or
+reads from the region any more. `cancel` returns only then.
+"""
+
+import asyncio
+import os
+from collections.abc import Coroutine
+from enum import Enum
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from kvclient.placement import Placement
+from kvclient.status import to_error
+from kvserve.errors import DeadlineExceeded, HandleClosed, KvserveError, TransferCancelled
+
+
+class HandleState(Enum):
+    """NIXL's words."""
+
+    PREPARED = "PREPARED"
+    PROC = "PROC"
+    DONE = "DONE"
+    ERR = "ERR"
+
+
+class Handle:
+    """What fetch and store share: one task that runs the transfer, one region held meanwhile."""
+
+    def __init__(self, placement: Placement, address: str, timeout_s: float) -> None:
+        self.state = HandleState.PREPARED
+        self.error: KvserveError | None = None
+        self._placement = placement
+        self._address = address
+        self._timeout_s = timeout_s
+        self._deadline = 0.0
+        self._pid = os.getpid()
+        self._task: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.state.value} {self._address}>"
+
+    async def cancel(self) -> None:
+        """Stops the transfer; returns once the region is quiescent. Harmless after the end."""
+        self._check_process()
+        task = self._task
+        if task is None:
+            self._end(TransferCancelled("cancelled before it was posted"))
+            return
+        task.cancel()
+        await asyncio.wait([task])
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.cancel()
+
+    def _post(self, transfer: Coroutine[Any, Any, None]) -> None:
+        if self.state is not HandleState.PREPARED:
+            transfer.close()
+            raise HandleClosed(f"post on a handle in state {self.state.value}")
+        self._placement.region.acquire()
+        self.state = HandleState.PROC
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.time() + self._timeout_s
+        self._task = loop.create_task(self._run(transfer))
+
+    async def _run(self, transfer: Coroutine[Any, Any, None]) -> None:
+        """Runs to the end whatever happens, and turns every end into a state."""
+        error: KvserveError | None = None
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                await transfer
+        except KvserveError as ours:
+            error = ours
+        except grpc.aio.AioRpcError as status:
+            error = to_error(status, self._address)
+        except TimeoutError:
+            error = DeadlineExceeded(f"{self._address}: not done after {self._timeout_s:g} s")
+        except asyncio.CancelledError:
+            error = TransferCancelled("cancelled by the caller")
+        finally:
+            # Also on a defect of ours: the region is free and waiters wake up, then it propagates.
+            self._placement.region.release()
+            self._end(error)
+
+    def _end(self, error: KvserveError | None) -> None:
+        if self.state in (HandleState.DONE, HandleState.ERR):
+            return
+        self.error = error
+        self.state = HandleState.DONE if error is None and self._is_whole() else HandleState.ERR
+        self._wake()
+
+    def _is_whole(self) -> bool:
+        """Every byte of every chunk has arrived and is good."""
+        raise NotImplementedError
+
+    def _wake(self) -> None:
+        """The handle has ended: lets every waiter look at the state."""
+        raise NotImplementedError
+
+    async def _ended(self) -> None:
+        """Waits for the end; raises the error if there is one."""
+        self._check_process()
+        if self._task is None and self.state is HandleState.PREPARED:
+            raise HandleClosed("wait on a handle that was not posted")
+        if self._task is not None:
+            await asyncio.wait([self._task])
+            self._task.result()
+        if self.error is not None:
+            raise self.error
+
+    def _time_left_s(self) -> float:
+        return max(0.0, self._deadline - asyncio.get_running_loop().time())
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise HandleClosed("this handle belongs to the process before the fork")

@@ -1,0 +1,1 @@
+"""Bytes <-> model, without I/O: chunk files, wire frames, protobuf messages, checksums."""

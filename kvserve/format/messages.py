@@ -1,0 +1,127 @@
+"""protobuf messages <-> model, used by both ends of the wire.
+
+Decoding checks everything by building the model's classes, so a message from any client ends as a
+valid object or as `InvalidRequest`.
+"""
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Final
+
+from kvserve.errors import InvalidRequest, ServerFault
+from kvserve.model import (
+    LAYERS_MAX,
+    ChunkStatus,
+    Descriptor,
+    LayerKind,
+    LayerSpec,
+    Layout,
+    ModelIdentity,
+    Shard,
+    Verdict,
+    layer_runs,
+)
+from kvserve.v1 import kvserve_pb2 as pb
+
+DETAILS_MAX: Final = 16
+
+SERVICE: Final = "kvserve.v1.KvServe"
+
+
+def descriptor_to_pb(descriptor: Descriptor) -> pb.Descriptor:
+    layout = descriptor.layout
+    natural = descriptor.layer_order == tuple(range(layout.layer_count))
+    identity = descriptor.identity
+    return pb.Descriptor(
+        tenant=descriptor.tenant,
+        identity=pb.ModelIdentity(
+            model=identity.model,
+            revision=identity.revision,
+            layout=pb.Layout(
+                dtype=layout.dtype,
+                axes=layout.axes,
+                chunk_tokens=layout.chunk_tokens,
+                layers=[
+                    pb.LayerRun(
+                        kind=pb.LayerKind.Name(int(spec.kind)),
+                        count=count,
+                        kv_heads=spec.kv_heads,
+                        head_dim=spec.head_dim,
+                        opaque_bytes=spec.opaque_bytes,
+                    )
+                    for spec, count in layer_runs(layout.layers)
+                ],
+            ),
+            adapter=identity.adapter,
+            salt=identity.salt,
+        ),
+        shard=pb.Shard(rank=descriptor.shard.rank, count=descriptor.shard.count),
+        hash_size_bytes=len(descriptor.chunk_hashes[0]),
+        chunk_hashes=b"".join(descriptor.chunk_hashes),
+        layer_order=() if natural else descriptor.layer_order,
+    )
+
+
+def descriptor_from_pb(message: pb.Descriptor, *, chunks_max: int) -> Descriptor:
+    """Raises `InvalidRequest` for whatever breaks a rule, more than `chunks_max` chunks included."""
+    size, packed = message.hash_size_bytes, message.chunk_hashes
+    if not size or len(packed) % size:
+        raise InvalidRequest(
+            f"chunk_hashes holds {len(packed)} bytes, not a multiple of hash_size_bytes {size}"
+        )
+    if len(packed) // size > chunks_max:
+        raise InvalidRequest(
+            f"descriptor names {len(packed) // size} chunks; this server takes {chunks_max}"
+        )
+    layout = message.identity.layout
+    if sum(run.count for run in layout.layers) > LAYERS_MAX:
+        raise InvalidRequest(f"layout.layers must be 1 to {LAYERS_MAX}")
+    layers: list[LayerSpec] = []
+    for run in layout.layers:
+        if int(run.kind) not in list(LayerKind):
+            raise InvalidRequest(f"layout.layers: unknown layer kind {run.kind}")
+        spec = LayerSpec(LayerKind(run.kind), run.kv_heads, run.head_dim, run.opaque_bytes)
+        layers.extend([spec] * run.count)
+    return Descriptor(
+        identity=ModelIdentity(
+            model=message.identity.model,
+            revision=message.identity.revision,
+            layout=Layout(
+                dtype=layout.dtype,
+                axes=layout.axes,
+                chunk_tokens=layout.chunk_tokens,
+                layers=tuple(layers),
+            ),
+            adapter=message.identity.adapter,
+            salt=message.identity.salt,
+        ),
+        chunk_hashes=tuple(packed[at : at + size] for at in range(0, len(packed), size)),
+        tenant=message.tenant,
+        shard=Shard(message.shard.rank, message.shard.count),
+        layer_order=tuple(message.layer_order),
+    )
+
+
+def statuses_to_bytes(statuses: Sequence[ChunkStatus]) -> bytes:
+    return bytes(statuses)
+
+
+def verdicts_from_pb(
+    packed: bytes, details: Sequence[pb.ChunkDetail], chunk_count: int
+) -> list[Verdict]:
+    """Raises `ServerFault` if the server answered for another number of chunks."""
+    if len(packed) != chunk_count:
+        raise ServerFault(f"{len(packed)} chunk statuses came for {chunk_count} chunks")
+    messages = {detail.chunk_index: detail.message for detail in details}
+    return [
+        Verdict(ChunkStatus(value), messages.get(index, "")) for index, value in enumerate(packed)
+    ]
+
+
+def details_to_pb(verdicts: Sequence[Verdict]) -> list[pb.ChunkDetail]:
+    """The first `DETAILS_MAX` verdicts that have something to say."""
+    telling = ((index, verdict) for index, verdict in enumerate(verdicts) if verdict.message)
+    return [
+        pb.ChunkDetail(chunk_index=index, message=verdict.message)
+        for index, verdict in islice(telling, DETAILS_MAX)
+    ]

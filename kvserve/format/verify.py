@@ -1,0 +1,27 @@
+"""Checks slices against their checksums as their bytes pass by, in order. Pure.
+
+A slice that comes whole is checked at once; one that comes in pieces is hashed piece by piece.
+Both ends use it: the server on what it reads, the client on what arrives.
+"""
+
+import xxhash
+
+from kvserve.format.chunk_file import checksum
+
+
+class SliceVerifier:
+    """Feed every byte of one layer's slices in frame order; see `check`."""
+
+    def __init__(self) -> None:
+        self._running: xxhash.xxh3_64 | None = None
+
+    def check(
+        self, payload: memoryview, *, slice_offset: int, ends_slice: bool, expected: int
+    ) -> bool:
+        """Takes one slice's bytes in this frame; False if it ends here with a wrong checksum."""
+        if slice_offset == 0 and ends_slice:
+            return checksum(payload) == expected
+        if slice_offset == 0 or self._running is None:
+            self._running = xxhash.xxh3_64()
+        self._running.update(payload)
+        return not ends_slice or self._running.intdigest() == expected

@@ -1,0 +1,71 @@
+"""`FileSystem`: the verbs through which the store touches files.
+
+Contract for every implementation (and for every test double):
+
+* All verbs block and may be called from any thread; one file descriptor is used by several threads
+  at once only through the positional verbs.
+* A missing file is a value where a caller expects it (`open_read`, `unlink`, `size`), never an
+  exception.
+* Everything else that the system refuses is `StorageFull`, `StorageUnavailable` or `Overloaded`
+  (out of file descriptors), whose message has the verb, the path and the errno's name.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class FileSystem(Protocol):
+    """See the module's text for what all verbs share."""
+
+    def open_read(self, path: str) -> int | None:
+        """A descriptor for reading, or None if there is no such file."""
+
+    def create(self, path: str) -> int | None:
+        """A new empty file, open for writing (O_EXCL); None if the directory is missing.
+
+        Raises:
+            FileExistsError: the name is taken; try another.
+        """
+
+    def open_write(self, path: str) -> int:
+        """An existing file, open for writing; a missing one is `StorageUnavailable`."""
+
+    def close(self, fd: int) -> None:
+        """Closes. An error here is a failed write."""
+
+    def read_into(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fills `buffers` from `offset` on; returns the bytes read, fewer only at end of file."""
+
+    def read_cached(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int | None:
+        """The same without waiting for a disk: None if that cannot be promised.
+
+        May return fewer bytes than asked for where only a part is in memory. The only verb that
+        the event loop may call.
+        """
+
+    def write_all(self, fd: int, data: bytes | memoryview, offset: int) -> None:
+        """Writes all of `data` at `offset`; a short write is continued, never counted as done."""
+
+    def sync(self, fd: int) -> None:
+        """The file's bytes and size survive power loss once this returns."""
+
+    def sync_dir(self, path: str) -> None:
+        """The names in a directory survive power loss once this returns."""
+
+    def size(self, path: str) -> int | None:
+        """Size in bytes, or None if there is no such file. One system call."""
+
+    def rename(self, source: str, target: str) -> None:
+        """Atomically gives `source` the name `target`, replacing what had it."""
+
+    def unlink(self, path: str) -> bool:
+        """Removes a name; False if it was not there."""
+
+    def make_dirs(self, path: str) -> None:
+        """Makes a directory and its parents; existing ones are fine."""
+
+    def list_dir(self, path: str) -> list[str]:
+        """Names in a directory, in no order; empty if there is no such directory."""
+
+    def kind(self, path: str) -> str:
+        """Kind of the file system under `path`, such as "ext4", "lustre" or "0x1234abcd"."""

@@ -1,0 +1,1 @@
+"""The gRPC edge: servicer (proto <-> model), status mapping, the server process."""

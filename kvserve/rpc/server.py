@@ -1,0 +1,145 @@
+"""One server process: start, serve, drain. Readable top to bottom.
+
+```
+check the root -> bind -> SERVING -> (SIGTERM) NOT_SERVING -> wait for transfers -> stop
+```
+"""
+
+import asyncio
+import logging
+import os
+import resource
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from random import SystemRandom
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
+from grpc_health.v1.health import aio as aio_health
+from grpc_reflection.v1alpha import reflection
+
+from kvserve.config import Config
+from kvserve.errors import InvalidRequest, KvserveError
+from kvserve.format.messages import SERVICE
+from kvserve.fs import PosixFileSystem
+from kvserve.rpc.servicer import Servicer
+from kvserve.service import Service
+from kvserve.store.chunk_store import ChunkStore
+
+log = logging.getLogger(__name__)
+
+# What the process needs beside chunk files: sockets, the loop's own, libraries.
+_OTHER_FILES = 512
+
+
+def channel_options(message_size_bytes_max: int) -> list[tuple[str, int]]:
+    """Options that client and server must agree on; the client's own copy is `kvclient/channel.py`.
+
+    Idle connections are kept alive by the client's pings every 30 s: without the second line the
+    server would answer them with GOAWAY "too_many_pings".
+    """
+    return [
+        ("grpc.max_receive_message_length", message_size_bytes_max),
+        ("grpc.max_send_message_length", message_size_bytes_max),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_frame_size", 4 << 20),
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+class Server:
+    """A started server has its real address in `address` (port 0 binds any free one)."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.address = config.server.listen
+        self._health = aio_health.HealthServicer()
+        self._threads = ThreadPoolExecutor(config.store.io_threads, thread_name_prefix="fs")
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> None:
+        """Checks the root, binds, answers.
+
+        Raises:
+            InvalidRequest: no root, a root that cannot be written, or an address that cannot be
+                bound; the message names path, uid and errno.
+        """
+        config = self._config
+        if not config.store.root:
+            raise InvalidRequest("store.root is not set: pass --root DIR or set it in the config")
+        fs = PosixFileSystem()
+        store = ChunkStore(
+            fs,
+            os.path.abspath(config.store.root),
+            open_files_max=_raise_file_limit(config.store.open_files_max),
+            survives_power_loss=config.store.durability == "power",
+            random=SystemRandom(),
+        )
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._threads, store.check_root_blocking)
+        except KvserveError as error:
+            raise InvalidRequest(
+                f"the root {store.root} cannot be used by uid {os.getuid()}: {error}"
+            ) from error
+        file_system = await loop.run_in_executor(self._threads, fs.kind, store.root)
+        service = Service(store, self._threads, config.limits)
+        server = grpc.aio.server(options=channel_options(config.limits.message_size_bytes_max))
+        server.add_generic_rpc_handlers((Servicer(service, config.limits, file_system).handlers(),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection(
+            (SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server
+        )
+        try:
+            port = server.add_insecure_port(self.address)
+        except RuntimeError as error:
+            raise InvalidRequest(f"cannot listen on {self.address}: {error}") from error
+        if not self.address.startswith("unix:"):
+            self.address = f"{self.address.rpartition(':')[0]}:{port}"
+        await server.start()
+        self._server = server
+        for name in ("", SERVICE):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        log.info("serving %s (%s) on %s", store.root, file_system, self.address)
+
+    async def stop(self) -> None:
+        """Turns health to NOT_SERVING, refuses new rpcs, waits for open ones up to the limit."""
+        assert self._server is not None, "stop before start"
+        await self._health.enter_graceful_shutdown()
+        timeout_s = self._config.server.drain_timeout_s
+        log.info("draining for at most %.0f s", timeout_s)
+        await self._server.stop(timeout_s)
+        self._threads.shutdown(wait=True)
+        log.info("stopped")
+
+
+async def serve(config: Config, *, started: Callable[[Server], None]) -> None:
+    """Runs a server until SIGTERM or SIGINT; calls `started` once it answers."""
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    server = Server(config)
+    await server.start()
+    started(server)
+    await stopping.wait()
+    await server.stop()
+
+
+def _raise_file_limit(open_files_max: int) -> int:
+    """Lifts the soft limit on descriptors as far as needed and allowed; returns what is usable."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = open_files_max + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    usable = open_files_max if soft == resource.RLIM_INFINITY else min(open_files_max, soft)
+    if usable + _OTHER_FILES > soft != resource.RLIM_INFINITY:
+        usable = max(16, soft - _OTHER_FILES)
+        log.warning("store.open_files_max is %d here: RLIMIT_NOFILE allows %d", usable, soft)
+    return usable

@@ -1,0 +1,155 @@
+"""The rpcs: protobuf in, one call of the service, protobuf out.
+
+Fetch replies and store requests pass as raw bytes: their payload frames are encoded and decoded by
+hand around the payload (`format/frames.py`), since protobuf would copy it twice.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+import kvserve
+from kvserve.config import LimitsConfig
+from kvserve.errors import InvalidRequest
+from kvserve.format import chunk_file
+from kvserve.format.frames import FrameHeader, decode_frame
+from kvserve.format.messages import (
+    SERVICE,
+    descriptor_from_pb,
+    details_to_pb,
+    statuses_to_bytes,
+)
+from kvserve.model import ChunkStatus, Descriptor, Verdict
+from kvserve.rpc.status import with_status
+from kvserve.service import Service
+from kvserve.transfer.planes.grpc import GrpcFetchPlane
+from kvserve.v1 import kvserve_pb2 as pb
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Servicer:
+    """One per server; `handlers` is what the gRPC server registers."""
+
+    def __init__(self, service: Service, limits: LimitsConfig, file_system: str) -> None:
+        self._service = service
+        self._limits = limits
+        self._file_system = file_system
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "GetServerInfo": grpc.unary_unary_rpc_method_handler(
+                    with_status(self.get_server_info),
+                    request_deserializer=pb.GetServerInfoRequest.FromString,
+                    response_serializer=pb.GetServerInfoReply.SerializeToString,
+                ),
+                "Lookup": grpc.unary_unary_rpc_method_handler(
+                    with_status(self.lookup),
+                    request_deserializer=pb.LookupRequest.FromString,
+                    response_serializer=pb.LookupReply.SerializeToString,
+                ),
+                "Delete": grpc.unary_unary_rpc_method_handler(
+                    with_status(self.delete),
+                    request_deserializer=pb.DeleteRequest.FromString,
+                    response_serializer=pb.DeleteReply.SerializeToString,
+                ),
+                "Fetch": grpc.unary_stream_rpc_method_handler(
+                    with_status(self.fetch),
+                    request_deserializer=pb.FetchRequest.FromString,
+                ),
+                "Store": grpc.stream_stream_rpc_method_handler(with_status(self.store)),
+            },
+        )
+
+    async def get_server_info(
+        self, request: pb.GetServerInfoRequest, context: _Context
+    ) -> pb.GetServerInfoReply:
+        limits = self._limits
+        return pb.GetServerInfoReply(
+            version=kvserve.__version__,
+            capabilities=["plane.grpc"],
+            limits=pb.Limits(
+                chunks_max=limits.chunks_max,
+                message_size_bytes_max=limits.message_size_bytes_max,
+                frame_size_bytes_max=limits.frame_size_bytes,
+                transfers_max=limits.transfers_max,
+            ),
+            file_system=self._file_system,
+            chunk_file_version=chunk_file.VERSION,
+        )
+
+    async def lookup(self, request: pb.LookupRequest, context: _Context) -> pb.LookupReply:
+        presence = await self._service.lookup(self._descriptor(request.descriptor))
+        return pb.LookupReply(
+            prefix_chunks=presence.prefix_chunks,
+            chunk_statuses=statuses_to_bytes([verdict.status for verdict in presence.verdicts]),
+            details=details_to_pb(presence.verdicts),
+        )
+
+    async def delete(self, request: pb.DeleteRequest, context: _Context) -> pb.DeleteReply:
+        statuses = await self._service.delete(self._descriptor(request.descriptor))
+        return pb.DeleteReply(chunk_statuses=statuses_to_bytes(statuses))
+
+    async def fetch(self, request: pb.FetchRequest, context: _Context) -> None:
+        descriptor = self._descriptor(request.descriptor)
+        await self._service.fetch(descriptor, tuple(request.layers), GrpcFetchPlane(context.write))
+
+    async def store(self, requests: AsyncIterator[bytes], context: _Context) -> None:
+        first = await anext(requests, None)
+        if first is None:
+            raise InvalidRequest("the store stream ended before `open`")
+        message = _parse(first)
+        if message.WhichOneof("message") != "open":
+            raise InvalidRequest("the first message of a store must be `open`")
+        plane = _GrpcStorePlane(requests, context, self._limits.frame_size_bytes)
+        await self._service.store(self._descriptor(message.open.descriptor), plane)
+
+    def _descriptor(self, message: pb.Descriptor) -> Descriptor:
+        return descriptor_from_pb(message, chunks_max=self._limits.chunks_max)
+
+
+class _GrpcStorePlane:
+    """Implements `StorePlane` over one Store rpc."""
+
+    def __init__(
+        self, requests: AsyncIterator[bytes], context: _Context, frame_size_bytes_max: int
+    ) -> None:
+        self._requests = requests
+        self._context = context
+        self._frame_size_bytes_max = frame_size_bytes_max
+
+    async def needs(self, statuses: list[ChunkStatus]) -> None:
+        needs = pb.StoreNeeds(
+            chunk_statuses=statuses_to_bytes(statuses),
+            frame_size_bytes_max=self._frame_size_bytes_max,
+        )
+        await self._context.write(pb.StoreReply(needs=needs).SerializeToString())
+
+    async def frames(self) -> AsyncIterator[tuple[FrameHeader, memoryview]]:
+        async for message in self._requests:
+            frame = decode_frame(message)
+            if frame is None:
+                kind = _parse(message).WhichOneof("message")
+                raise InvalidRequest(f"a store takes payload frames after `open`, got {kind}")
+            yield frame
+
+    async def layer_stored(self, layer_index: int) -> None:
+        stored = pb.LayerStored(layer_index=layer_index)
+        await self._context.write(pb.StoreReply(layer_stored=stored).SerializeToString())
+
+    async def result(self, verdicts: list[Verdict]) -> None:
+        result = pb.StoreResult(
+            chunk_statuses=statuses_to_bytes([verdict.status for verdict in verdicts]),
+            details=details_to_pb(verdicts),
+        )
+        await self._context.write(pb.StoreReply(result=result).SerializeToString())
+
+
+def _parse(message: bytes) -> pb.StoreRequest:
+    try:
+        return pb.StoreRequest.FromString(message)
+    except ValueError as error:  # protobuf's DecodeError
+        raise InvalidRequest(f"a store request is not well-formed: {error}") from error

@@ -1,0 +1,211 @@
+"""The use cases in the glossary's words: lookup, store, fetch, delete.
+
+Knows nothing of gRPC or protobuf. Blocking work goes to the fs threads in batches, so that a
+descriptor costs tasks by the batch, never by the chunk.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvserve.config import LimitsConfig
+from kvserve.errors import KvserveError, Overloaded, StorageError
+from kvserve.model import ChunkStatus, Descriptor, Verdict, check_layers, leading_hits
+from kvserve.store.chunk_store import ChunkLocations, ChunkStore
+from kvserve.store.open_chunks import OpenChunk
+from kvserve.store.publish import ChunkWriter
+from kvserve.transfer.batches import in_batches
+from kvserve.transfer.fetch_pump import FetchPump
+from kvserve.transfer.planes.base import FetchPlane, StorePlane
+from kvserve.transfer.store_pump import StorePump, failure_verdict
+from kvserve.transfer.store_session import StoreSession
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """Answer of a lookup. `prefix_chunks`: length of the leading run of hits."""
+
+    prefix_chunks: int
+    verdicts: list[Verdict]
+
+
+class Service:
+    """One per server; all methods run on its event loop."""
+
+    def __init__(self, store: ChunkStore, threads: Executor, limits: LimitsConfig) -> None:
+        self._store = store
+        self._threads = threads
+        self._limits = limits
+        self._transfers = 0
+
+    def __repr__(self) -> str:
+        return f"<Service {self._transfers} transfers, {self._store!r}>"
+
+    async def lookup(self, descriptor: Descriptor) -> Presence:
+        """Which chunks are stored; one system call for each, in batches."""
+        where = self._store.locate(descriptor)
+        verdicts = await in_batches(
+            self._threads,
+            lambda index: self._store.status_blocking(where, index),
+            range(descriptor.chunk_count),
+        )
+        await self._explain(descriptor, verdicts)
+        return Presence(leading_hits(verdicts), verdicts)
+
+    async def delete(self, descriptor: Descriptor) -> list[ChunkStatus]:
+        where = self._store.locate(descriptor)
+        return await in_batches(
+            self._threads,
+            lambda index: self._store.delete_blocking(where, index),
+            range(descriptor.chunk_count),
+        )
+
+    async def fetch(self, descriptor: Descriptor, layers: Sequence[int], plane: FetchPlane) -> None:
+        """Sends `layers` in order over `plane`; empty means all, in the descriptor's order."""
+        check_layers("layers", layers, descriptor.layout)
+        with self._admitted():
+            where = self._store.locate(descriptor)
+            opened = await self._open(where)
+            try:
+                verdicts = [
+                    found if isinstance(found, Verdict) else Verdict(ChunkStatus.HIT)
+                    for found in opened
+                ]
+                await self._explain(descriptor, verdicts)
+                await plane.head(verdicts)
+                pump = FetchPump(
+                    self._store,
+                    self._threads,
+                    plane,
+                    layout=descriptor.layout,
+                    chunks=[found if isinstance(found, OpenChunk) else None for found in opened],
+                    frame_size_bytes=self._limits.frame_size_bytes,
+                    frames_in_flight=self._limits.frames_in_flight,
+                )
+                await pump.run(layers or descriptor.layer_order)
+            finally:
+                for found in opened:
+                    if isinstance(found, OpenChunk):
+                        self._store.open_chunks.release(found)
+
+    async def store(self, descriptor: Descriptor, plane: StorePlane) -> None:
+        """Takes the payload of every chunk that is not stored yet and publishes each when whole."""
+        with self._admitted():
+            where = self._store.locate(descriptor)
+            present = await in_batches(
+                self._threads,
+                lambda index: self._store.status_blocking(where, index),
+                range(descriptor.chunk_count),
+            )
+            is_known = [verdict.status is ChunkStatus.HIT for verdict in present]
+            needed = [index for index, known in enumerate(is_known) if not known]
+            if needed:
+                await self._run(self._store.ensure_namespace_blocking, descriptor.key(0))
+            async with self._writers(where, needed) as (writers, refused):
+                await plane.needs(
+                    [ChunkStatus.KNOWN if known else ChunkStatus.NEEDED for known in is_known]
+                )
+                session = StoreSession(descriptor.layout, needed)
+                pump = StorePump(
+                    session,
+                    writers,
+                    self._threads,
+                    layer_stored=plane.layer_stored,
+                    frames_in_flight=self._limits.frames_in_flight,
+                )
+                pump.verdicts.update(refused)
+                try:
+                    async for header, payload in plane.frames():
+                        await pump.feed(header, payload)
+                    await pump.finish()
+                finally:
+                    await pump.close()
+                known = Verdict(ChunkStatus.KNOWN)
+                await plane.result(
+                    [pump.verdicts.get(index, known) for index in range(descriptor.chunk_count)]
+                )
+
+    @asynccontextmanager
+    async def _writers(
+        self, where: ChunkLocations, needed: Sequence[int]
+    ) -> AsyncIterator[tuple[dict[int, ChunkWriter], dict[int, Verdict]]]:
+        """Open writers for `needed`, and verdicts for those whose file could not be made.
+
+        On leaving, whatever was not committed is removed.
+        """
+
+        def open_blocking(index: int) -> ChunkWriter | Verdict:
+            writer = self._store.writer(where, index)
+            try:
+                writer.open_blocking()
+            except KvserveError as error:
+                return failure_verdict(error)
+            writers[index] = writer
+            return writer
+
+        def abandon_blocking(index: int) -> None:
+            # One file that cannot be removed must not keep the others.
+            with suppress(StorageError):
+                writers[index].abandon_blocking()
+
+        writers: dict[int, ChunkWriter] = {}
+        try:
+            opened = await in_batches(self._threads, open_blocking, needed)
+            refused = {
+                index: found
+                for index, found in zip(needed, opened, strict=True)
+                if isinstance(found, Verdict)
+            }
+            yield writers, refused
+        finally:
+            await in_batches(self._threads, abandon_blocking, list(writers))
+
+    async def _open(self, where: ChunkLocations) -> list[OpenChunk | Verdict]:
+        cache = self._store.open_chunks
+        opened: list[OpenChunk | Verdict | None] = [cache.acquire(path) for path in where.paths()]
+        missing = [index for index, found in enumerate(opened) if found is None]
+
+        def open_blocking(index: int) -> None:
+            opened[index] = self._store.open_blocking(where, index)
+
+        try:
+            await in_batches(self._threads, open_blocking, missing)
+        except BaseException:
+            for found in opened:
+                if isinstance(found, OpenChunk):
+                    cache.release(found)
+            raise
+        return [found for found in opened if found is not None]
+
+    async def _explain(self, descriptor: Descriptor, verdicts: list[Verdict]) -> None:
+        """If the prefix is absent because only its identity differs, says so for every chunk."""
+        if verdicts[0].status is not ChunkStatus.MISS_ABSENT:
+            return
+        reason = await self._run(self._store.explain_miss_blocking, descriptor.key(0))
+        if reason:
+            verdicts[:] = [
+                Verdict(ChunkStatus.MISS_IDENTITY, reason if index == 0 else "")
+                for index in range(len(verdicts))
+            ]
+
+    @contextmanager
+    def _admitted(self) -> Iterator[None]:
+        """Counts a transfer in and out; refuses, retryable, beyond the bound."""
+        if self._transfers >= self._limits.transfers_max:
+            raise Overloaded(
+                f"{self._transfers} transfers are open (limits.transfers_max); retry",
+                retry_after_s=0.1,
+            )
+        self._transfers += 1
+        try:
+            yield
+        finally:
+            self._transfers -= 1
+
+    async def _run(self, call: Callable[..., _T], *args: object) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)

@@ -1,0 +1,1 @@
+"""Chunks on a tree of files: names, publishing, reading."""

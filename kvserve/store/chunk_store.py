@@ -1,0 +1,177 @@
+"""The store: chunk keys in, open files, writers and statuses out.
+
+All methods whose name ends in `_blocking` belong on the fs threads. A missing, foreign or damaged
+file is a miss with a reason; a damaged one is moved to `.quarantine`, so that the next lookup is a
+miss and the next put heals it.
+"""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from random import Random
+
+from kvserve.errors import StorageError
+from kvserve.format.chunk_file import ChunkGeometry
+from kvserve.fs import FileSystem
+from kvserve.model import ChunkKey, ChunkStatus, Descriptor, Verdict
+from kvserve.store.namespaces import Namespaces
+from kvserve.store.open_chunks import OpenChunk, OpenChunks, OpenFileBudget
+from kvserve.store.paths import QUARANTINE_DIR, chunk_path, shard_dir
+from kvserve.store.publish import ChunkWriter
+
+
+class ChunkStore:
+    """Chunks on the tree under `root`."""
+
+    def __init__(
+        self,
+        fs: FileSystem,
+        root: str,
+        *,
+        open_files_max: int,
+        survives_power_loss: bool,
+        random: Random,
+    ) -> None:
+        self.fs = fs
+        self.root = root
+        self._random = random
+        self._survives_power_loss = survives_power_loss
+        self._budget = OpenFileBudget(open_files_max)
+        self._namespaces = Namespaces(fs, root, random)
+        self.open_chunks = OpenChunks(fs, self._budget)
+
+    def __repr__(self) -> str:
+        return f"<ChunkStore {self.root} {self._budget.taken} files, {self.open_chunks!r}>"
+
+    def locate(self, descriptor: Descriptor) -> "ChunkLocations":
+        """The files of a descriptor's chunks. Does no I/O."""
+        return ChunkLocations(self.root, descriptor)
+
+    def check_root_blocking(self) -> None:
+        """Writes, syncs, renames and removes a small file in the root.
+
+        Raises:
+            StorageError: with the step, the path and the errno that refused.
+        """
+        self.fs.make_dirs(self.root)
+        probe = f"{self.root}/.probe.{os.getpid()}"
+        self.fs.unlink(probe)
+        fd = self.fs.create(probe)
+        assert fd is not None, f"{self.root} vanished"
+        try:
+            self.fs.write_all(fd, b"kvserve", 0)
+            self.fs.sync(fd)
+        finally:
+            self.fs.close(fd)
+            self.fs.rename(probe, f"{probe}.renamed")
+            self.fs.unlink(f"{probe}.renamed")
+
+    def status_blocking(self, where: "ChunkLocations", chunk_index: int) -> Verdict:
+        """HIT or a miss, by one system call: a published file of the right size is a chunk."""
+        path = where.path(chunk_index)
+        try:
+            size = self.fs.size(path)
+        except StorageError as error:
+            return Verdict(ChunkStatus.MISS_ERROR, str(error))
+        if size is None:
+            return Verdict(ChunkStatus.MISS_ABSENT)
+        if size != where.geometry.file_size_bytes:
+            message = f"{size} bytes long instead of {where.geometry.file_size_bytes}"
+            self.quarantine_blocking(path)
+            return Verdict(ChunkStatus.MISS_CORRUPT, message)
+        return Verdict(ChunkStatus.HIT)
+
+    def open_blocking(self, where: "ChunkLocations", chunk_index: int) -> OpenChunk | Verdict:
+        """The chunk open for reading, header checked, or why that is a miss."""
+        path = where.path(chunk_index)
+        try:
+            found = self.open_chunks.acquire_blocking(
+                path, where.geometry, where.descriptor.chunk_hashes[chunk_index]
+            )
+        except StorageError as error:
+            return Verdict(ChunkStatus.MISS_ERROR, str(error))
+        if isinstance(found, Verdict) and found.status is not ChunkStatus.MISS_ABSENT:
+            self.quarantine_blocking(path)
+        return found
+
+    def explain_miss_blocking(self, key: ChunkKey) -> str:
+        return self._namespaces.explain_miss_blocking(key)
+
+    def read_blocking(
+        self, chunk: OpenChunk, layer_index: int, slice_offset: int, into: memoryview
+    ) -> Verdict | None:
+        """Fills `into` from one slice; a fault if the file ends early or cannot be read."""
+        offset = chunk.offsets[layer_index] + slice_offset
+        try:
+            fd = chunk.fd if chunk.fd is not None else self.fs.open_read(chunk.path)
+            if fd is None:
+                return Verdict(ChunkStatus.MISS_ABSENT, "deleted while being read")
+            try:
+                got = self.fs.read_into(fd, [into], offset)
+            finally:
+                if chunk.fd is None:
+                    self.fs.close(fd)
+        except StorageError as error:
+            self.open_chunks.forget(chunk.path)
+            return Verdict(ChunkStatus.MISS_ERROR, str(error))
+        if got < len(into):
+            return Verdict(ChunkStatus.MISS_CORRUPT, f"layer {layer_index} is cut short")
+        return None
+
+    def read_cached(
+        self, chunk: OpenChunk, layer_index: int, slice_offset: int, into: memoryview
+    ) -> bool:
+        """Fills `into` only if that needs no waiting; True if it did. For the event loop."""
+        if chunk.fd is None:
+            return False
+        offset = chunk.offsets[layer_index] + slice_offset
+        return self.fs.read_cached(chunk.fd, (into,), offset) == len(into)
+
+    def writer(self, where: "ChunkLocations", chunk_index: int) -> ChunkWriter:
+        return ChunkWriter(
+            self.fs,
+            self._budget,
+            self._random,
+            path=where.path(chunk_index),
+            geometry=where.geometry,
+            chunk_hash=where.descriptor.chunk_hashes[chunk_index],
+            survives_power_loss=self._survives_power_loss,
+        )
+
+    def ensure_namespace_blocking(self, key: ChunkKey) -> None:
+        self._namespaces.ensure_blocking(key)
+
+    def delete_blocking(self, where: "ChunkLocations", chunk_index: int) -> ChunkStatus:
+        path = where.path(chunk_index)
+        self.open_chunks.forget(path)
+        is_gone = self.fs.unlink(path)
+        return ChunkStatus.DELETED if is_gone else ChunkStatus.MISS_ABSENT
+
+    def quarantine_blocking(self, path: str) -> None:
+        """Moves a damaged file out of every reader's way, keeping it as evidence.
+
+        A file system that refuses even that leaves the file where it is: it stays a miss, since
+        every read checks it.
+        """
+        self.open_chunks.forget(path)
+        directory = f"{self.root}/{QUARANTINE_DIR}"
+        flat = path[len(self.root) + 1 :].replace("/", "@")
+        with contextlib.suppress(StorageError):
+            self.fs.make_dirs(directory)
+            self.fs.rename(path, f"{directory}/{flat}")
+
+
+class ChunkLocations:
+    """Paths and geometry of one descriptor's chunks."""
+
+    def __init__(self, root: str, descriptor: Descriptor) -> None:
+        first = descriptor.key(0)
+        self.descriptor = descriptor
+        self.geometry = ChunkGeometry(first)
+        self._directory = f"{root}/{shard_dir(first)}"
+
+    def path(self, chunk_index: int) -> str:
+        return chunk_path(self._directory, self.descriptor.chunk_hashes[chunk_index])
+
+    def paths(self) -> Sequence[str]:
+        return [self.path(index) for index in range(self.descriptor.chunk_count)]

@@ -1,0 +1,76 @@
+"""The identity file of each namespace, and from it the reason of a miss.
+
+The store writes `identity` when it first puts a chunk under a namespace. When a lookup or fetch
+names a namespace that the tenant does not have, the identities the tenant does have are compared:
+"same model, other dtype" is the answer that an engineer with no hits needs.
+"""
+
+from collections import OrderedDict
+from random import Random
+
+from kvserve.format.identity import differences, model_of
+from kvserve.fs import FileSystem
+from kvserve.model import ChunkKey
+from kvserve.store.paths import IDENTITY_NAME, chunk_path, namespace_dir, temp_path
+
+_KNOWN_MAX = 4096
+_SIBLINGS_MAX = 16
+_ENCODED_SIZE_BYTES_MAX = 1 << 20
+
+
+class Namespaces:
+    """Used from the fs threads only; racing calls do the same work twice, harmlessly."""
+
+    def __init__(self, fs: FileSystem, root: str, random: Random) -> None:
+        self._fs = fs
+        self._root = root
+        self._random = random
+        self._known: OrderedDict[str, None] = OrderedDict()
+
+    def ensure_blocking(self, key: ChunkKey) -> None:
+        """Writes the identity file unless it is there."""
+        directory = f"{self._root}/{namespace_dir(key)}"
+        if directory in self._known:
+            return
+        path = f"{directory}/{IDENTITY_NAME}"
+        if self._fs.size(path) is None:
+            self._fs.make_dirs(directory)
+            temp = temp_path(path, self._random)
+            fd = self._fs.create(temp)
+            assert fd is not None, f"{directory} vanished"
+            try:
+                self._fs.write_all(fd, key.identity.encoded, 0)
+            finally:
+                self._fs.close(fd)
+            self._fs.rename(temp, path)
+        self._known[directory] = None
+        while len(self._known) > _KNOWN_MAX:
+            self._known.popitem(last=False)
+
+    def explain_miss_blocking(self, key: ChunkKey) -> str:
+        """Which identity the chunk is stored under, if this key's namespace is absent; else ""."""
+        own = f"{self._root}/{namespace_dir(key)}"
+        if own in self._known or self._fs.size(f"{own}/{IDENTITY_NAME}") is not None:
+            return ""
+        shard = f"{key.shard.rank}of{key.shard.count}"
+        siblings = sorted(self._fs.list_dir(f"{self._root}/{key.tenant}"))
+        for name in siblings[:_SIBLINGS_MAX]:
+            directory = f"{self._root}/{key.tenant}/{name}"
+            encoded = self._read_identity(f"{directory}/{IDENTITY_NAME}")
+            if encoded is None or model_of(encoded) != key.identity.model:
+                continue
+            if self._fs.size(chunk_path(f"{directory}/{shard}", key.chunk_hash)) is not None:
+                fields = "; ".join(differences(key.identity.encoded, encoded))
+                return f"stored under another identity, which differs in {fields}"
+        return ""
+
+    def _read_identity(self, path: str) -> bytes | None:
+        fd = self._fs.open_read(path)
+        if fd is None:
+            return None
+        try:
+            buffer = bytearray(_ENCODED_SIZE_BYTES_MAX)
+            got = self._fs.read_into(fd, [memoryview(buffer)], 0)
+        finally:
+            self._fs.close(fd)
+        return bytes(buffer[:got])

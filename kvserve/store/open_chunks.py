@@ -1,0 +1,158 @@
+"""Open chunk files, kept for the next reader: opening costs a metadata trip and a header check.
+
+One request per layer would otherwise open layers x chunks files. An entry is acquired by a
+transfer and released by it; idle entries stay, least recently used first out, within a bound on
+file descriptors shared with the writers. Past that bound a chunk is opened for each read
+(`fd is None`): slower, but no descriptor count can fail a transfer.
+
+A file that another server deletes stays readable through its descriptor: the reader gets the
+original bytes, which never change.
+"""
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from kvserve.format.chunk_file import ChunkGeometry
+from kvserve.fs import FileSystem
+from kvserve.model import ChunkStatus, Verdict
+
+
+class OpenFileBudget:
+    """Counts descriptors against `limit`; safe from any thread."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._taken = 0
+        self._lock = threading.Lock()
+
+    @property
+    def taken(self) -> int:
+        return self._taken
+
+    def take(self) -> bool:
+        with self._lock:
+            if self._taken >= self.limit:
+                return False
+            self._taken += 1
+            return True
+
+    def give(self) -> None:
+        with self._lock:
+            self._taken -= 1
+
+
+@dataclass(slots=True, eq=False)
+class OpenChunk:
+    """A chunk file whose header was checked. `checksums` and `offsets` are by layer index."""
+
+    path: str
+    fd: int | None
+    checksums: tuple[int, ...]
+    offsets: tuple[int, ...]
+    users: int = 1
+    is_forgotten: bool = False
+
+
+class OpenChunks:
+    """The cache. `acquire*` must be paired with `release`."""
+
+    def __init__(self, fs: FileSystem, budget: OpenFileBudget) -> None:
+        self._fs = fs
+        self._budget = budget
+        self._lock = threading.Lock()
+        self._by_path: dict[str, OpenChunk] = {}
+        self._idle: OrderedDict[str, OpenChunk] = OrderedDict()
+        self._to_close: list[int] = []
+
+    def __repr__(self) -> str:
+        return f"<OpenChunks {len(self._by_path)} open, {len(self._idle)} idle>"
+
+    def acquire(self, path: str) -> OpenChunk | None:
+        """The chunk if its file is open already. Does no I/O."""
+        with self._lock:
+            chunk = self._by_path.get(path)
+            if chunk is not None:
+                chunk.users += 1
+                self._idle.pop(path, None)
+            return chunk
+
+    def acquire_blocking(
+        self, path: str, geometry: ChunkGeometry, chunk_hash: bytes
+    ) -> OpenChunk | Verdict:
+        """Opens the file and checks its header; a fault says why that is a miss.
+
+        Raises:
+            StorageError, Overloaded: the file system refused.
+        """
+        cached = self.acquire(path)
+        if cached is not None:
+            return cached
+        fd = self._fs.open_read(path)
+        if fd is None:
+            return Verdict(ChunkStatus.MISS_ABSENT)
+        keeps_fd = False
+        try:
+            header = bytearray(geometry.header_size_bytes)
+            got = self._fs.read_into(fd, [memoryview(header)], 0)
+            found = geometry.decode_header(chunk_hash, bytes(header[:got]))
+            if isinstance(found, Verdict):
+                return found
+            keeps_fd = self._make_room_blocking()
+        finally:
+            if not keeps_fd:
+                self._fs.close(fd)
+        chunk = OpenChunk(path, fd if keeps_fd else None, found, geometry.slice_offsets)
+        if keeps_fd:
+            with self._lock:
+                if path not in self._by_path:
+                    self._by_path[path] = chunk
+                else:  # another thread was faster; this one serves its transfer and is closed
+                    chunk.is_forgotten = True
+        return chunk
+
+    def release(self, chunk: OpenChunk) -> None:
+        """The transfer is done with it. Does no I/O: descriptors are closed by a later opener."""
+        with self._lock:
+            chunk.users -= 1
+            if chunk.users or chunk.fd is None:
+                return
+            if chunk.is_forgotten:
+                self._to_close.append(chunk.fd)
+            else:
+                self._idle[chunk.path] = chunk
+
+    def forget(self, path: str) -> None:
+        """No later `acquire` finds it; present users keep reading the original bytes."""
+        with self._lock:
+            chunk = self._by_path.pop(path, None)
+            if chunk is None:
+                return
+            chunk.is_forgotten = True
+            if self._idle.pop(path, None) is not None and chunk.fd is not None:
+                self._to_close.append(chunk.fd)
+
+    def close_released_blocking(self) -> None:
+        """Closes descriptors that nobody uses and no entry holds."""
+        with self._lock:
+            fds, self._to_close = self._to_close, []
+        for fd in fds:
+            self._budget.give()
+            self._fs.close(fd)
+
+    def close_idle_blocking(self) -> None:
+        for path in list(self._idle):
+            self.forget(path)
+        self.close_released_blocking()
+
+    def _make_room_blocking(self) -> bool:
+        self.close_released_blocking()
+        if self._budget.take():
+            return True
+        with self._lock:
+            oldest = next(iter(self._idle), None)
+        if oldest is None:
+            return False
+        self.forget(oldest)
+        self.close_released_blocking()
+        return self._budget.take()

@@ -1,0 +1,133 @@
+"""Publish a chunk so that readers see all of it or none of it.
+
+Order is the whole design:
+
+1. create `.NAME.XXXXXX` beside the final name    O_EXCL: no two writers share a file
+2. write the slices, in any order                 offsets come from the layout alone
+3. write the header                               without it the file is no chunk
+4. fsync (durability "power")                     bytes reach the disk before the name does
+5. close                                          an error here is a failed put
+6. rename to NAME                                 the only step a reader can notice
+7. fsync the directory (durability "power")
+
+Losing a race to another writer of the same chunk is success: same name, same bytes, and rename
+replaces whole. A writer that fails or is abandoned removes its file; one that is killed leaves a
+dot name that no reader looks at.
+"""
+
+from random import Random
+
+from kvserve.format.chunk_file import ChunkGeometry
+from kvserve.fs import FileSystem
+from kvserve.store.open_chunks import OpenFileBudget
+from kvserve.store.paths import temp_path
+
+_CREATE_TRIES = 8
+
+
+class ChunkWriter:
+    """One chunk on its way into the tree. Ends with `commit_blocking` or `abandon_blocking`.
+
+    Slices may be written from several threads at once; commit and abandon only when no write runs.
+    """
+
+    def __init__(
+        self,
+        fs: FileSystem,
+        budget: OpenFileBudget,
+        random: Random,
+        *,
+        path: str,
+        geometry: ChunkGeometry,
+        chunk_hash: bytes,
+        survives_power_loss: bool,
+    ) -> None:
+        self.path = path
+        self._fs = fs
+        self._budget = budget
+        self._random = random
+        self._geometry = geometry
+        self._chunk_hash = chunk_hash
+        self._survives_power_loss = survives_power_loss
+        self._temp: str | None = None
+        self._fd: int | None = None
+
+    def open_blocking(self) -> None:
+        """Creates the temporary file, its directory too if need be."""
+        for _ in range(_CREATE_TRIES):
+            temp = temp_path(self.path, self._random)
+            try:
+                fd = self._fs.create(temp)
+                if fd is None:
+                    self._fs.make_dirs(temp.rpartition("/")[0])
+                    fd = self._fs.create(temp)
+            except FileExistsError:
+                continue
+            if fd is not None:
+                self._temp = temp
+                if self._budget.take():
+                    self._fd = fd
+                else:
+                    self._fs.close(fd)
+                return
+        raise AssertionError(f"no free temporary name beside {self.path}")
+
+    def write_blocking(self, layer_index: int, slice_offset: int, data: memoryview) -> None:
+        """Writes a piece of a slice; `slice_offset` counts from the slice's start."""
+        self._write(data, self._geometry.slice_offsets[layer_index] + slice_offset)
+
+    def commit_blocking(self, slice_checksums: list[int]) -> None:
+        """Steps 3 to 7. On an error nothing is visible and the temporary file is gone."""
+        assert self._temp is not None, "commit before open"
+        try:
+            header = self._geometry.encode_header(self._chunk_hash, slice_checksums)
+            # The last slice is padded to the alignment: the file ends on a whole block.
+            end = self._geometry.slice_offsets[-1] + self._geometry.layout.slice_sizes[-1]
+            padding = self._geometry.file_size_bytes - end
+            if padding:
+                self._write(bytes(padding), end)
+            self._write(header, 0)
+            self._finish_file()
+            self._fs.rename(self._temp, self.path)
+            self._temp = None
+            if self._survives_power_loss:
+                self._fs.sync_dir(self.path.rpartition("/")[0])
+        finally:
+            self.abandon_blocking()
+
+    def abandon_blocking(self) -> None:
+        """Removes what was written; does nothing after a commit. May be called twice."""
+        try:
+            if self._fd is not None:
+                fd, self._fd = self._fd, None
+                self._budget.give()
+                self._fs.close(fd)
+        finally:
+            if self._temp is not None:
+                temp, self._temp = self._temp, None
+                self._fs.unlink(temp)
+
+    def _write(self, data: bytes | memoryview, offset: int) -> None:
+        if self._fd is not None:
+            self._fs.write_all(self._fd, data, offset)
+            return
+        with_fd = self._reopen()
+        try:
+            self._fs.write_all(with_fd, data, offset)
+        finally:
+            self._fs.close(with_fd)
+
+    def _finish_file(self) -> None:
+        fd = self._fd if self._fd is not None else self._reopen()
+        if self._fd is not None:
+            self._fd = None
+            self._budget.give()
+        try:
+            if self._survives_power_loss:
+                self._fs.sync(fd)
+        finally:
+            self._fs.close(fd)
+
+    def _reopen(self) -> int:
+        assert self._temp is not None
+        return self._fs.open_write(self._temp)

@@ -1,0 +1,197 @@
+"""The server's side of one fetch: read, verify, send, layer by layer.
+
+Theory of operation. Frames are made in plan order. The head of the window is read inline when its
+bytes are in page cache (the common case: they are then still in the CPU's cache when they are sent,
+and a thread hop would cost a quarter of the throughput). When a read would wait for the disk, the
+frame goes to the fs threads and the window fills up behind it, so that up to `frames_in_flight`
+reads run at once. Frames are verified and sent strictly in order.
+
+Memory is bounded by `frames_in_flight` frames. A chunk that turns out bad is reported once and left
+out from there on; the others go on.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from kvserve.format.frames import FrameHeader
+from kvserve.format.plan import FramePlan, plan_layer
+from kvserve.format.verify import SliceVerifier
+from kvserve.model import ChunkStatus, Layout, Verdict
+from kvserve.store.chunk_store import ChunkStore
+from kvserve.store.open_chunks import OpenChunk
+from kvserve.transfer.planes.base import FetchPlane, OutgoingFrame
+
+_Faults = dict[int, Verdict]
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A frame being filled; `faults` is there at once for an inline read."""
+
+    plan: FramePlan
+    frame: OutgoingFrame
+    faults: "_Faults | asyncio.Future[_Faults]"
+
+
+class FetchPump:
+    """Runs one fetch; `chunks[i]` is None where chunk i is a miss already.
+
+    Raises from `run` only what the plane raises: the client went away.
+    """
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        threads: Executor,
+        plane: FetchPlane,
+        *,
+        layout: Layout,
+        chunks: Sequence[OpenChunk | None],
+        frame_size_bytes: int,
+        frames_in_flight: int,
+    ) -> None:
+        self._store = store
+        self._threads = threads
+        self._plane = plane
+        self._layout = layout
+        self._chunks = list(chunks)
+        self._frame_size_bytes = frame_size_bytes
+        self._frames_in_flight = frames_in_flight
+        self._verifier = SliceVerifier()
+        self.faults: dict[int, Verdict] = {}
+
+    async def run(self, layers: Sequence[int]) -> None:
+        plans = self._plans(layers)
+        window: deque[_Reading] = deque()
+        try:
+            while True:
+                # Fill the window only while its head waits for a disk: what is in page cache is
+                # read right before it is sent.
+                while len(window) < self._frames_in_flight and (
+                    not window or isinstance(window[0].faults, asyncio.Future)
+                ):
+                    plan = next(plans, None)
+                    if plan is None:
+                        break
+                    window.append(self._start(plan))
+                if not window:
+                    return
+                await self._finish(window.popleft())
+        finally:
+            # Threads still write into the frames and use the descriptors: wait for them.
+            pending = [r.faults for r in window if isinstance(r.faults, asyncio.Future)]
+            if pending:
+                await asyncio.wait(pending)
+
+    def _plans(self, layers: Sequence[int]) -> Iterator[FramePlan]:
+        for layer_index in layers:
+            present = [index for index, chunk in enumerate(self._chunks) if chunk is not None]
+            yield from plan_layer(
+                layer_index,
+                self._layout.slice_sizes[layer_index],
+                present,
+                frame_size_bytes=self._frame_size_bytes,
+            )
+
+    def _start(self, plan: FramePlan) -> _Reading:
+        frame = self._plane.new_frame(
+            self._header(plan, plan.first_chunk, plan.chunk_count), plan.payload_size_bytes
+        )
+        size = plan.span.size_bytes
+        for position in range(plan.chunk_count):
+            chunk = self._chunks[plan.first_chunk + position]
+            into = frame.payload[position * size : (position + 1) * size]
+            if chunk is None:
+                continue  # turned bad since the plan was made; `_finish` leaves it out
+            if not self._store.read_cached(chunk, plan.layer_index, plan.span.start, into):
+                reads = [
+                    (plan.first_chunk + later, self._chunks[plan.first_chunk + later])
+                    for later in range(position, plan.chunk_count)
+                ]
+                into = frame.payload[position * size :]
+                future = asyncio.get_running_loop().run_in_executor(
+                    self._threads, self._read_blocking, plan, reads, into
+                )
+                return _Reading(plan, frame, future)
+        return _Reading(plan, frame, {})
+
+    def _read_blocking(
+        self, plan: FramePlan, reads: list[tuple[int, OpenChunk | None]], into: memoryview
+    ) -> _Faults:
+        size = plan.span.size_bytes
+        faults: _Faults = {}
+        for position, (chunk_index, chunk) in enumerate(reads):
+            if chunk is None:
+                continue
+            part = into[position * size : (position + 1) * size]
+            fault = self._store.read_blocking(chunk, plan.layer_index, plan.span.start, part)
+            if fault is not None:
+                faults[chunk_index] = fault
+        return faults
+
+    async def _finish(self, reading: _Reading) -> None:
+        plan, frame, faults = reading.plan, reading.frame, reading.faults
+        if isinstance(faults, asyncio.Future):
+            future = faults
+            # Shielded: a cancelled fetch must still wait for the thread (see `run`).
+            try:
+                faults = await asyncio.shield(future)
+            except asyncio.CancelledError:
+                await asyncio.wait([future])
+                raise
+        good = [
+            position
+            for position in range(plan.chunk_count)
+            if await self._is_good(plan, position, frame.payload, faults)
+        ]
+        if len(good) == plan.chunk_count:
+            await self._plane.send(frame)
+            return
+        # The rare case of a bad slice inside the frame: the good ones go out one by one.
+        size = plan.span.size_bytes
+        for position in good:
+            single = self._plane.new_frame(self._header(plan, plan.first_chunk + position, 1), size)
+            single.payload[:] = frame.payload[position * size : (position + 1) * size]
+            await self._plane.send(single)
+
+    async def _is_good(
+        self, plan: FramePlan, position: int, payload: memoryview, faults: _Faults
+    ) -> bool:
+        chunk_index = plan.first_chunk + position
+        chunk = self._chunks[chunk_index]
+        if chunk is None:
+            return False
+        size = plan.span.size_bytes
+        fault = faults.get(chunk_index)
+        if fault is None and not self._verifier.check(
+            payload[position * size : (position + 1) * size],
+            slice_offset=plan.span.start,
+            ends_slice=plan.ends_slice,
+            expected=chunk.checksums[plan.layer_index],
+        ):
+            fault = Verdict(
+                ChunkStatus.MISS_CORRUPT, f"checksum of layer {plan.layer_index} does not match"
+            )
+        if fault is None:
+            return True
+        self._chunks[chunk_index] = None
+        self.faults[chunk_index] = fault
+        if fault.status is ChunkStatus.MISS_CORRUPT:
+            await asyncio.get_running_loop().run_in_executor(
+                self._threads, self._store.quarantine_blocking, chunk.path
+            )
+        await self._plane.miss(chunk_index, fault)
+        return False
+
+    def _header(self, plan: FramePlan, first_chunk: int, chunk_count: int) -> FrameHeader:
+        checksums = b""
+        if plan.ends_slice:
+            checksums = b"".join(
+                chunk.checksums[plan.layer_index].to_bytes(8, "little")
+                for chunk in self._chunks[first_chunk : first_chunk + chunk_count]
+                if chunk is not None
+            )
+        return FrameHeader(plan.layer_index, first_chunk, plan.span.start, checksums)

@@ -1,0 +1,1 @@
+"""Ways of moving payload bytes; one file per plane."""

@@ -1,0 +1,45 @@
+"""What the pumps need of a way to move bytes; one file per plane implements it."""
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from kvserve.format.frames import FrameHeader
+from kvserve.model import ChunkStatus, Verdict
+
+
+class OutgoingFrame(Protocol):
+    """A frame under construction. `payload` is writable until the frame is sent."""
+
+    payload: memoryview
+
+
+class FetchPlane(Protocol):
+    """One open fetch on the server's side of a plane."""
+
+    async def head(self, verdicts: list[Verdict]) -> None:
+        """Tells the client which chunks come, before any payload."""
+
+    def new_frame(self, header: FrameHeader, payload_size_bytes: int) -> OutgoingFrame:
+        """Memory for a frame; file reads land in `payload` directly."""
+
+    async def send(self, frame: OutgoingFrame) -> None:
+        """Ships a filled frame; returns when the plane takes the next one (back pressure)."""
+
+    async def miss(self, chunk_index: int, verdict: Verdict) -> None:
+        """Tells the client that a chunk turned out bad and has no more frames."""
+
+
+class StorePlane(Protocol):
+    """One open store on the server's side of a plane."""
+
+    async def needs(self, statuses: list[ChunkStatus]) -> None:
+        """Tells the client which chunks to send."""
+
+    def frames(self) -> AsyncIterator[tuple[FrameHeader, memoryview]]:
+        """The client's frames in order; ends when the client has sent everything."""
+
+    async def layer_stored(self, layer_index: int) -> None:
+        """Tells the client that every byte of a layer has been written."""
+
+    async def result(self, verdicts: list[Verdict]) -> None:
+        """Tells the client how every chunk ended."""
