@@ -1,0 +1,5 @@
+"""`python -m kvserve`."""
+
+from kvserve.cli import main
+
+main()

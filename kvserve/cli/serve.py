@@ -1,0 +1,70 @@
+"""`kvserve serve`: a server in the foreground."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import uvloop
+from rich.console import Console
+
+from kvserve.config import load_config, render_toml
+from kvserve.errors import InvalidRequest
+from kvserve.rpc.server import Server
+from kvserve.rpc.server import serve as serve_until_signal
+
+
+def serve(
+    root: Annotated[
+        str | None, typer.Option(help="Directory of the chunk files (store.root).")
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option(help="HOST:PORT, [V6]:PORT or unix:PATH (server.listen).")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file; see deploy/kvserve.example.toml.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="SECTION.KEY=VALUE, over the file; may be repeated."),
+    ] = None,
+    address_file: Annotated[
+        Path | None, typer.Option(help="Write the bound address here once the server answers.")
+    ] = None,
+) -> None:
+    """Serve a directory. Stops cleanly on SIGTERM and Ctrl-C."""
+    overrides = _overrides(settings or [])
+    if root is not None:
+        overrides.setdefault("store", {})["root"] = root
+    if listen is not None:
+        overrides.setdefault("server", {})["listen"] = listen
+    effective = load_config(config, overrides)
+    logging.basicConfig(
+        level=effective.server.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print("effective settings:", style="bold")
+    console.print(render_toml(effective, with_comments=False), markup=False)
+
+    def started(server: Server) -> None:
+        if address_file is not None:
+            # Whole or not there, so that a waiting script never reads half an address.
+            temp = address_file.with_name(f"{address_file.name}.{os.getpid()}")
+            temp.write_text(server.address, "utf-8")
+            temp.replace(address_file)
+        console.print(f"kvserve: serving {effective.store.root} on {server.address}", markup=False)
+
+    uvloop.run(serve_until_signal(effective, started=started))
+
+
+def _overrides(settings: list[str]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        section, dot, key = name.partition(".")
+        if not (equals and dot and section and key):
+            raise InvalidRequest(f"--set {setting!r} must be SECTION.KEY=VALUE")
+        found.setdefault(section, {})[key] = value
+    return found

@@ -1,0 +1,189 @@
+"""`kvserve put, get, lookup, delete, stat`: one client call each, for people and scripts."""
+
+import json
+import mmap
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+from kvclient import ChunkStatus, Client, Descriptor, InvalidRequest, Verdict
+from kvserve.cli.descriptor_file import read_descriptor
+
+_Server = Annotated[str, typer.Option("--server", help="Address of the server.")]
+_DescriptorFile = Annotated[Path, typer.Argument(help="JSON file; docs/descriptor.md has one.")]
+_Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+_Timeout = Annotated[float, typer.Option("--timeout-s", help="Deadline of the whole command.")]
+_DEFAULT_SERVER = "127.0.0.1:7411"
+
+console = Console(highlight=False, soft_wrap=True)
+errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def put(
+    descriptor_file: _DescriptorFile,
+    payload: Annotated[Path, typer.Argument(help="KV bytes, laid out [layer][chunk].")],
+    server: _Server = _DEFAULT_SERVER,
+    timeout_s: _Timeout = 600.0,
+    as_json: _Json = False,
+) -> None:
+    """Store the KV in a file, layer by layer. Exit status 1 if a chunk was not stored."""
+    descriptor = read_descriptor(descriptor_file)
+    with payload.open("rb") as file, Client(server, timeout_s=timeout_s) as client:
+        if payload.stat().st_size != descriptor.payload_size_bytes:
+            raise InvalidRequest(
+                f"{payload} has {payload.stat().st_size} bytes; {descriptor.chunk_count} chunks "
+                f"of this layout are {descriptor.payload_size_bytes}"
+            )
+        region = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        started = time.perf_counter()
+        with _progress("put", descriptor, as_json) as advance:
+            with client.store(descriptor, region) as handle:
+                for layer_index in descriptor.layer_order:
+                    handle.store_layer(layer_index)
+                    advance(layer_index)
+                result = handle.finish()
+    _report("put", descriptor, result.verdicts, time.perf_counter() - started, as_json)
+    if not result.is_whole:
+        raise typer.Exit(1)
+
+
+def get(
+    descriptor_file: _DescriptorFile,
+    output: Annotated[Path, typer.Argument(help="File to write, laid out [layer][chunk].")],
+    server: _Server = _DEFAULT_SERVER,
+    timeout_s: _Timeout = 600.0,
+    as_json: _Json = False,
+) -> None:
+    """Fetch KV into a file. It is written only if every chunk arrived; else exit status 1."""
+    descriptor = read_descriptor(descriptor_file)
+    temp = output.with_name(f".{output.name}.part")
+    try:
+        with temp.open("w+b") as file, Client(server, timeout_s=timeout_s) as client:
+            file.truncate(descriptor.payload_size_bytes)
+            region = mmap.mmap(file.fileno(), descriptor.payload_size_bytes)
+            started = time.perf_counter()
+            with _progress("get", descriptor, as_json) as advance:
+                with client.fetch(descriptor, region) as handle:
+                    for event in handle.layers():
+                        advance(event.layer_index)
+                    result = handle.wait()
+        if result.is_whole:
+            temp.replace(output)
+    finally:
+        with suppress(FileNotFoundError):
+            temp.unlink()
+    _report("get", descriptor, result.verdicts, time.perf_counter() - started, as_json)
+    if not result.is_whole:
+        raise typer.Exit(1)
+
+
+def lookup(
+    descriptor_file: _DescriptorFile,
+    server: _Server = _DEFAULT_SERVER,
+    timeout_s: _Timeout = 30.0,
+    as_json: _Json = False,
+) -> None:
+    """Which chunks of a descriptor are stored, and why not."""
+    descriptor = read_descriptor(descriptor_file)
+    started = time.perf_counter()
+    with Client(server, timeout_s=timeout_s) as client:
+        presence = client.lookup(descriptor)
+    took_s = time.perf_counter() - started
+    extra = {"prefix_chunks": presence.prefix_chunks}
+    _report("lookup", descriptor, presence.verdicts, took_s, as_json, extra)
+
+
+def delete(
+    descriptor_file: _DescriptorFile,
+    server: _Server = _DEFAULT_SERVER,
+    timeout_s: _Timeout = 30.0,
+    as_json: _Json = False,
+) -> None:
+    """Delete the chunks of a descriptor."""
+    descriptor = read_descriptor(descriptor_file)
+    started = time.perf_counter()
+    with Client(server, timeout_s=timeout_s) as client:
+        verdicts = [Verdict(status) for status in client.delete(descriptor)]
+    _report("delete", descriptor, verdicts, time.perf_counter() - started, as_json)
+
+
+def stat(
+    server: _Server = _DEFAULT_SERVER, timeout_s: _Timeout = 10.0, as_json: _Json = False
+) -> None:
+    """What a server is and what it accepts."""
+    with Client(server, timeout_s=timeout_s) as client:
+        info = asdict(client.server_info())
+    if as_json:
+        typer.echo(json.dumps(info))
+        return
+    table = Table("", server, box=None)
+    for name, value in info.items():
+        table.add_row(name, ", ".join(value) if isinstance(value, tuple) else str(value))
+    console.print(table)
+
+
+class _progress:  # noqa: N801 - reads as the function it is
+    """A progress bar on standard error, by layers; none with --json."""
+
+    def __init__(self, verb: str, descriptor: Descriptor, is_silent: bool) -> None:
+        columns = (BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeElapsedColumn())
+        self._bar = Progress(f"{verb}", *columns, console=errors, disable=is_silent)
+        self._task = self._bar.add_task(verb, total=descriptor.payload_size_bytes)
+        self._descriptor = descriptor
+
+    def __enter__(self) -> Any:
+        self._bar.start()
+        return self._advance
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def _advance(self, layer_index: int) -> None:
+        size = self._descriptor.layout.slice_sizes[layer_index] * self._descriptor.chunk_count
+        self._bar.advance(self._task, size)
+
+
+def _report(
+    verb: str,
+    descriptor: Descriptor,
+    verdicts: list[Verdict],
+    took_s: float,
+    as_json: bool,
+    extra: dict[str, Any] | None = None,
+) -> None:
+    counts: dict[str, int] = {}
+    for verdict in verdicts:
+        counts[verdict.status.name] = counts.get(verdict.status.name, 0) + 1
+    details = {index: found.message for index, found in enumerate(verdicts) if found.message}
+    moved = verb in ("put", "get")
+    if as_json:
+        report = {
+            "command": verb,
+            "chunks": descriptor.chunk_count,
+            "statuses": [ChunkStatus(verdict.status).name for verdict in verdicts],
+            "details": details,
+            "took_s": round(took_s, 6),
+            **({"size_bytes": descriptor.payload_size_bytes} if moved else {}),
+            **(extra or {}),
+        }
+        typer.echo(json.dumps(report))
+        return
+    summary = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+    for name, value in (extra or {}).items():
+        summary += f"; {name} {value}"
+    console.print(f"{verb}: {descriptor.chunk_count} chunks: {summary} in {took_s:.3f} s")
+    for index, message in list(details.items())[:8]:
+        console.print(f"  chunk {index}: {message}", markup=False)

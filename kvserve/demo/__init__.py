@@ -1,0 +1,1 @@
+"""What the demos run: real server, prefill and decode processes on this machine."""

@@ -1,0 +1,1 @@
+"""Shipped test doubles and harnesses: a real server process, fakes that keep the contracts."""
