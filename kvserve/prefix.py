@@ -1,8 +1,9 @@
 """Chunk hashes of a prompt: SHA-256, chained, so that each names the whole prefix up to it.
 
-H_i = SHA256(domain || len(H_{i-1}) || H_{i-1} || tokens_i as little-endian u32), H_{-1} empty (ObjectCache's rule,
-arXiv 2605.22850). Nothing in it depends on the process: Python's `hash()` does, and has cost others
-every hit after a restart. Engines that have their own hashes (16 to 64 bytes) use those instead.
+H_i = SHA256(domain || len(H_{i-1}) || H_{i-1} || tokens_i as little-endian u32), H_{-1} empty
+(ObjectCache's rule, arXiv 2605.22850). Nothing in it depends on the process: Python's `hash()`
+does, and has cost others every hit after a restart. Engines that have their own hashes (16 to 64
+bytes) use those instead.
 """
 
 import hashlib

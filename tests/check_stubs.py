@@ -25,7 +25,7 @@ def main() -> int:
             or not filecmp.cmp(fresh / name, ROOT / "kvserve/v1" / name, shallow=False)
         ]
     if stale:
-        print(f"stale: {', '.join(stale)}; run `make proto`", file=sys.stderr)  # noqa: T201
+        print(f"stale: {', '.join(stale)}; run `make proto`", file=sys.stderr)
         return 1
     return 0
 

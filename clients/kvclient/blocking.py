@@ -7,7 +7,7 @@ Methods may be called from any thread. Every wait has the deadline of its handle
 import asyncio
 import os
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, ClassVar, Self, TypeVar
@@ -184,6 +184,10 @@ class Client:
 
     def close(self) -> None:
         _wait(self._client.close())
+
+    @property
+    def requests(self) -> Mapping[str, int]:
+        return self._client.requests
 
     @staticmethod
     def register(buffer: Any) -> Region:

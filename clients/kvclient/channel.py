@@ -6,6 +6,7 @@ program that runs a second loop, gets a new one; nothing of the old one is touch
 
 import asyncio
 import os
+from collections import Counter
 
 import grpc
 
@@ -46,11 +47,13 @@ class Channel:
         if not is_valid:
             raise InvalidRequest(f"address {address!r} must be HOST:PORT, [V6]:PORT or unix:PATH")
         self.address = address
+        self.requests: Counter[str] = Counter()
         self._owner: tuple[int, asyncio.AbstractEventLoop] | None = None
         self._channel: grpc.aio.Channel | None = None
 
-    def connected(self) -> "Channel":
-        """Self, with a channel that belongs to this process and the running loop."""
+    def connected(self, rpc: str) -> "Channel":
+        """Counts a request of `rpc`; self, with a channel that belongs to this process and the running loop."""
+        self.requests[rpc] += 1
         owner = (os.getpid(), asyncio.get_running_loop())
         if self._owner == owner:
             return self

@@ -1,6 +1,6 @@
-"""`AsyncClient`: one server, any number of transfers. No connection is made before the first call."""
+"""`AsyncClient`: one server, any number of transfers. It connects at the first call."""
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -76,13 +76,18 @@ class AsyncClient:
         """Ends open calls. The client may be used again: it then connects anew."""
         await self._channel.close()
 
+    @property
+    def requests(self) -> Mapping[str, int]:
+        """Requests made so far, by rpc name: layers or one for a fetch, never chunks."""
+        return self._channel.requests
+
     @staticmethod
     def register(buffer: Any) -> Region:
         """A region over any contiguous buffer; see `Region`."""
         return Region(buffer)
 
     async def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
-        channel = self._channel.connected()
+        channel = self._channel.connected("GetServerInfo")
         reply: pb.GetServerInfoReply = await self._answer(
             channel.get_server_info(pb.GetServerInfoRequest(), **self._options(timeout_s))
         )
@@ -99,7 +104,7 @@ class AsyncClient:
 
     async def lookup(self, descriptor: Descriptor, *, timeout_s: float | None = None) -> Presence:
         request = pb.LookupRequest(descriptor=descriptor_to_pb(descriptor))
-        channel = self._channel.connected()
+        channel = self._channel.connected("Lookup")
         reply: pb.LookupReply = await self._answer(
             channel.lookup(request, **self._options(timeout_s))
         )
@@ -111,7 +116,7 @@ class AsyncClient:
     ) -> list[ChunkStatus]:
         """DELETED or MISS_ABSENT for every chunk."""
         request = pb.DeleteRequest(descriptor=descriptor_to_pb(descriptor))
-        channel = self._channel.connected()
+        channel = self._channel.connected("Delete")
         reply: pb.DeleteReply = await self._answer(
             channel.delete(request, **self._options(timeout_s))
         )

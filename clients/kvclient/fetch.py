@@ -97,7 +97,7 @@ class FetchHandle(Handle):
         request = pb.FetchRequest(
             descriptor=descriptor_to_pb(self._descriptor), layers=self._layers
         )
-        call = self._channel.connected().fetch(
+        call = self._channel.connected("Fetch").fetch(
             request, timeout=self._time_left_s(), wait_for_ready=True
         )
         try:

@@ -94,10 +94,10 @@ class FetchSession:
         while at < len(payload):
             part = payload[at : at + size - offset]
             ends = offset + len(part) == size
-            if chunk_index not in self._outstanding:
-                if chunk_index in self._hits or chunk_index >= len(self.verdicts):
-                    raise ServerFault(f"chunk {chunk_index} came twice or is not in the descriptor")
-                # It failed here before, the server cannot know: its bytes land and do not count.
+            # A hit that failed here before still comes, the server cannot know: it does not count.
+            is_unexpected = chunk_index in self._hits or chunk_index >= len(self.verdicts)
+            if chunk_index not in self._outstanding and is_unexpected:
+                raise ServerFault(f"chunk {chunk_index} came twice or is not in the descriptor")
             expected = int.from_bytes(header.checksums[8 * ended : 8 * ended + 8], "little")
             is_good = self._verifier.check(
                 part, slice_offset=offset, ends_slice=ends, expected=expected

@@ -1,6 +1,7 @@
 """Where slices are in the caller's memory: one after another, or scattered over paged blocks."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 from kvclient.region import Region, as_region
@@ -120,7 +121,7 @@ def _check_blocks(layer_index: int, blocks: list[int], size: int, region_size: i
             f"layer {layer_index}: blocks of {size} bytes at {ordered[0]} to {ordered[-1]} leave "
             f"the region of {region_size} bytes"
         )
-    for one, other in zip(ordered, ordered[1:], strict=False):
+    for one, other in pairwise(ordered):
         if one + size > other:
             raise InvalidRequest(
                 f"layer {layer_index}: blocks of {size} bytes at {one} and {other} overlap"

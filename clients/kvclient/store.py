@@ -101,7 +101,7 @@ class StoreHandle(Handle):
         return StoreResult(list(self._verdicts))
 
     async def _transfer(self) -> None:
-        self._call = self._channel.connected().store(
+        self._call = self._channel.connected("Store").store(
             timeout=self._time_left_s(), wait_for_ready=True
         )
         try:

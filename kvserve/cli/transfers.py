@@ -3,7 +3,8 @@
 import json
 import mmap
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,12 +50,14 @@ def put(
             )
         region = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         started = time.perf_counter()
-        with _progress("put", descriptor, as_json) as advance:
-            with client.store(descriptor, region) as handle:
-                for layer_index in descriptor.layer_order:
-                    handle.store_layer(layer_index)
-                    advance(layer_index)
-                result = handle.finish()
+        with (
+            _progress("put", descriptor, as_json) as advance,
+            client.store(descriptor, region) as handle,
+        ):
+            for layer_index in descriptor.layer_order:
+                handle.store_layer(layer_index)
+                advance(layer_index)
+            result = handle.finish()
     _report("put", descriptor, result.verdicts, time.perf_counter() - started, as_json)
     if not result.is_whole:
         raise typer.Exit(1)
@@ -75,11 +78,13 @@ def get(
             file.truncate(descriptor.payload_size_bytes)
             region = mmap.mmap(file.fileno(), descriptor.payload_size_bytes)
             started = time.perf_counter()
-            with _progress("get", descriptor, as_json) as advance:
-                with client.fetch(descriptor, region) as handle:
-                    for event in handle.layers():
-                        advance(event.layer_index)
-                    result = handle.wait()
+            with (
+                _progress("get", descriptor, as_json) as advance,
+                client.fetch(descriptor, region) as handle,
+            ):
+                for event in handle.layers():
+                    advance(event.layer_index)
+                result = handle.wait()
         if result.is_whole:
             temp.replace(output)
     finally:
@@ -135,25 +140,20 @@ def stat(
     console.print(table)
 
 
-class _progress:  # noqa: N801 - reads as the function it is
-    """A progress bar on standard error, by layers; none with --json."""
+@contextmanager
+def _progress(
+    verb: str, descriptor: Descriptor, is_silent: bool
+) -> Iterator[Callable[[int], None]]:
+    """A progress bar on standard error, moved by layer index; none with --json."""
+    columns = (BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeElapsedColumn())
+    with Progress(verb, *columns, console=errors, disable=is_silent) as bar:
+        task = bar.add_task(verb, total=descriptor.payload_size_bytes)
 
-    def __init__(self, verb: str, descriptor: Descriptor, is_silent: bool) -> None:
-        columns = (BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeElapsedColumn())
-        self._bar = Progress(f"{verb}", *columns, console=errors, disable=is_silent)
-        self._task = self._bar.add_task(verb, total=descriptor.payload_size_bytes)
-        self._descriptor = descriptor
+        def advance(layer_index: int) -> None:
+            size = descriptor.layout.slice_sizes[layer_index] * descriptor.chunk_count
+            bar.advance(task, size)
 
-    def __enter__(self) -> Any:
-        self._bar.start()
-        return self._advance
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def _advance(self, layer_index: int) -> None:
-        size = self._descriptor.layout.slice_sizes[layer_index] * self._descriptor.chunk_count
-        self._bar.advance(self._task, size)
+        yield advance
 
 
 def _report(

@@ -63,7 +63,7 @@ def descriptor_to_pb(descriptor: Descriptor) -> pb.Descriptor:
 
 
 def descriptor_from_pb(message: pb.Descriptor, *, chunks_max: int) -> Descriptor:
-    """Raises `InvalidRequest` for whatever breaks a rule, more than `chunks_max` chunks included."""
+    """Raises `InvalidRequest` for whatever breaks a rule, `chunks_max` included."""
     size, packed = message.hash_size_bytes, message.chunk_hashes
     if not size or len(packed) % size:
         raise InvalidRequest(

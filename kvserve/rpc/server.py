@@ -56,6 +56,7 @@ class Server:
     def __init__(self, config: Config) -> None:
         self._config = config
         self.address = config.server.listen
+        self._root = os.path.abspath(config.store.root)
         self._health = aio_health.HealthServicer()
         self._threads = ThreadPoolExecutor(config.store.io_threads, thread_name_prefix="fs")
         self._server: grpc.aio.Server | None = None
@@ -73,7 +74,7 @@ class Server:
         fs = PosixFileSystem()
         store = ChunkStore(
             fs,
-            os.path.abspath(config.store.root),
+            self._root,
             open_files_max=_raise_file_limit(config.store.open_files_max),
             survives_power_loss=config.store.durability == "power",
             random=SystemRandom(),

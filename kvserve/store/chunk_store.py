@@ -127,6 +127,10 @@ class ChunkStore:
         offset = chunk.offsets[layer_index] + slice_offset
         return self.fs.read_cached(chunk.fd, (into,), offset) == len(into)
 
+    def reject_blocking(self, chunk: OpenChunk) -> None:
+        """A read found the chunk damaged."""
+        self.quarantine_blocking(chunk.path)
+
     def writer(self, where: "ChunkLocations", chunk_index: int) -> ChunkWriter:
         return ChunkWriter(
             self.fs,

@@ -15,14 +15,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import Generic
 
 from kvserve.format.frames import FrameHeader
 from kvserve.format.plan import FramePlan, plan_layer
 from kvserve.format.verify import SliceVerifier
 from kvserve.model import ChunkStatus, Layout, Verdict
-from kvserve.store.chunk_store import ChunkStore
-from kvserve.store.open_chunks import OpenChunk
 from kvserve.transfer.planes.base import FetchPlane, OutgoingFrame
+from kvserve.transfer.ports import C, SliceSource
 
 _Faults = dict[int, Verdict]
 
@@ -36,7 +36,7 @@ class _Reading:
     faults: "_Faults | asyncio.Future[_Faults]"
 
 
-class FetchPump:
+class FetchPump(Generic[C]):
     """Runs one fetch; `chunks[i]` is None where chunk i is a miss already.
 
     Raises from `run` only what the plane raises: the client went away.
@@ -44,16 +44,16 @@ class FetchPump:
 
     def __init__(
         self,
-        store: ChunkStore,
+        source: SliceSource[C],
         threads: Executor,
         plane: FetchPlane,
         *,
         layout: Layout,
-        chunks: Sequence[OpenChunk | None],
+        chunks: Sequence[C | None],
         frame_size_bytes: int,
         frames_in_flight: int,
     ) -> None:
-        self._store = store
+        self._source = source
         self._threads = threads
         self._plane = plane
         self._layout = layout
@@ -106,7 +106,7 @@ class FetchPump:
             into = frame.payload[position * size : (position + 1) * size]
             if chunk is None:
                 continue  # turned bad since the plan was made; `_finish` leaves it out
-            if not self._store.read_cached(chunk, plan.layer_index, plan.span.start, into):
+            if not self._source.read_cached(chunk, plan.layer_index, plan.span.start, into):
                 reads = [
                     (plan.first_chunk + later, self._chunks[plan.first_chunk + later])
                     for later in range(position, plan.chunk_count)
@@ -119,7 +119,7 @@ class FetchPump:
         return _Reading(plan, frame, {})
 
     def _read_blocking(
-        self, plan: FramePlan, reads: list[tuple[int, OpenChunk | None]], into: memoryview
+        self, plan: FramePlan, reads: list[tuple[int, C | None]], into: memoryview
     ) -> _Faults:
         size = plan.span.size_bytes
         faults: _Faults = {}
@@ -127,7 +127,7 @@ class FetchPump:
             if chunk is None:
                 continue
             part = into[position * size : (position + 1) * size]
-            fault = self._store.read_blocking(chunk, plan.layer_index, plan.span.start, part)
+            fault = self._source.read_blocking(chunk, plan.layer_index, plan.span.start, part)
             if fault is not None:
                 faults[chunk_index] = fault
         return faults
@@ -181,7 +181,7 @@ class FetchPump:
         self.faults[chunk_index] = fault
         if fault.status is ChunkStatus.MISS_CORRUPT:
             await asyncio.get_running_loop().run_in_executor(
-                self._threads, self._store.quarantine_blocking, chunk.path
+                self._threads, self._source.reject_blocking, chunk
             )
         await self._plane.miss(chunk_index, fault)
         return False

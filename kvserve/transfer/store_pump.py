@@ -9,14 +9,14 @@ behind its own next layer. A chunk whose write fails is dropped and reported; th
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 
 from kvserve.errors import KvserveError, StorageFull
 from kvserve.format.frames import FrameHeader
 from kvserve.model import ChunkStatus, Verdict
-from kvserve.store.publish import ChunkWriter
 from kvserve.transfer.batches import in_batches
+from kvserve.transfer.ports import SliceSink
 from kvserve.transfer.store_session import SliceWrite, StoreSession
 
 _Job = tuple["asyncio.Future[None]", int, bool]
@@ -37,7 +37,7 @@ class StorePump:
     def __init__(
         self,
         session: StoreSession,
-        writers: dict[int, ChunkWriter],
+        writers: Mapping[int, SliceSink],
         threads: Executor,
         *,
         layer_stored: Callable[[int], Awaitable[None]],

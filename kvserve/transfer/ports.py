@@ -1,0 +1,43 @@
+"""What the pumps need of a store; `service` hands them the real one. See `store/chunk_store.py`."""
+
+from typing import Protocol, TypeVar
+
+from kvserve.model import Verdict
+
+
+class StoredChunk(Protocol):
+    """A chunk that is open for reading; `checksums` by layer index."""
+
+    @property
+    def checksums(self) -> tuple[int, ...]: ...
+
+
+C = TypeVar("C", bound=StoredChunk)
+C_contra = TypeVar("C_contra", bound=StoredChunk, contravariant=True)
+
+
+class SliceSource(Protocol[C_contra]):
+    """Reads pieces of slices."""
+
+    def read_cached(
+        self, chunk: C_contra, layer_index: int, slice_offset: int, into: memoryview
+    ) -> bool:
+        """Fills `into` only if that needs no waiting; True if it did."""
+
+    def read_blocking(
+        self, chunk: C_contra, layer_index: int, slice_offset: int, into: memoryview
+    ) -> Verdict | None:
+        """Fills `into`; a miss if the file ends early or cannot be read."""
+
+    def reject_blocking(self, chunk: C_contra) -> None:
+        """The chunk failed a check: nobody may find it again."""
+
+
+class SliceSink(Protocol):
+    """Takes the slices of one chunk in any order, then publishes it."""
+
+    def write_blocking(self, layer_index: int, slice_offset: int, data: memoryview) -> None:
+        """Raises `StorageError`."""
+
+    def commit_blocking(self, slice_checksums: list[int]) -> None:
+        """Raises `StorageError`; the chunk is then not visible."""
