@@ -113,6 +113,11 @@ class StorageUnavailable(StorageError):
     retryable = True
 
 
+class MalformedMessage(ValueError):
+    """A message that cannot be read. The server answers it with `InvalidRequest`; for a client it
+    is a `ServerFault`: whoever sent it has the defect."""
+
+
 def leaves(root: type[KvserveError] = KvserveError) -> list[type[KvserveError]]:
     """The classes that are raised: those without subclasses."""
     found: list[type[KvserveError]] = []

@@ -4,11 +4,6 @@
 NIXL's life cycle. See README.md for twenty lines that use it.
 """
 
-from kvclient.fork_support import (
-    IS_SUPPORTED as FORK_IS_SUPPORTED,
-)  # before anything that uses grpc
-
-# isort: split
 from kvclient.blocking import BlockingFetch, BlockingStore, Client
 from kvclient.client import AsyncClient, Presence, ServerInfo
 from kvclient.fetch import FetchHandle, FetchResult
@@ -44,7 +39,6 @@ from kvserve.model import (
 from kvserve.prefix import chunk_hashes
 
 __all__ = [
-    "FORK_IS_SUPPORTED",
     "AsyncClient",
     "BlockingFetch",
     "BlockingStore",

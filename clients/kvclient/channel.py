@@ -11,7 +11,7 @@ from collections import Counter
 import grpc
 
 from kvclient import fork_support
-from kvserve.errors import HandleClosed, InvalidRequest
+from kvserve.errors import InvalidRequest
 from kvserve.format.messages import SERVICE
 from kvserve.v1 import kvserve_pb2 as pb
 
@@ -35,36 +35,10 @@ OPTIONS = [
 ]
 
 
-class Channel:
-    """The rpcs of one server, as grpc multi-callables. Fetch replies and store requests are raw."""
+class Rpcs:
+    """The rpcs as grpc multi-callables. Fetch replies and store requests are raw bytes."""
 
-    def __init__(self, address: str) -> None:
-        if address.startswith("unix:"):
-            is_valid = len(address) > len("unix:")
-        else:
-            host, _, port = address.rpartition(":")
-            is_valid = bool(host) and port.isdecimal() and 0 < int(port) < 65_536
-        if not is_valid:
-            raise InvalidRequest(f"address {address!r} must be HOST:PORT, [V6]:PORT or unix:PATH")
-        self.address = address
-        self.requests: Counter[str] = Counter()
-        self._owner: tuple[int, asyncio.AbstractEventLoop] | None = None
-        self._channel: grpc.aio.Channel | None = None
-
-    def connected(self, rpc: str) -> "Channel":
-        """Counts a request of `rpc`; self, with a channel that belongs to this process and the running loop."""
-        self.requests[rpc] += 1
-        owner = (os.getpid(), asyncio.get_running_loop())
-        if self._owner == owner:
-            return self
-        if self._owner is not None and self._owner[0] != owner[0] and not fork_support.IS_SUPPORTED:
-            raise HandleClosed(
-                "this client was used before a fork, and gRPC was imported before kvclient without "
-                "fork support: set GRPC_ENABLE_FORK_SUPPORT=1 in the environment, import kvclient "
-                "before grpc, or start workers with spawn"
-            )
-        self._owner = owner
-        self._channel = channel = grpc.aio.insecure_channel(self.address, options=OPTIONS)
+    def __init__(self, channel: grpc.aio.Channel) -> None:
         self.get_server_info = channel.unary_unary(
             f"/{SERVICE}/GetServerInfo",
             request_serializer=pb.GetServerInfoRequest.SerializeToString,
@@ -88,11 +62,45 @@ class Channel:
         self.store: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
             f"/{SERVICE}/Store"
         )
-        return self
+
+
+class Channel:
+    """The connection to one server."""
+
+    def __init__(self, address: str) -> None:
+        if address.startswith("unix:"):
+            is_valid = len(address) > len("unix:")
+        else:
+            host, _, port = address.rpartition(":")
+            is_valid = bool(host) and port.isdecimal() and 0 < int(port) < 65_536
+        if not is_valid:
+            raise InvalidRequest(f"address {address!r} must be HOST:PORT, [V6]:PORT or unix:PATH")
+        self.address = address
+        self.requests: Counter[str] = Counter()
+        self._owner: tuple[int, asyncio.AbstractEventLoop] | None = None
+        self._channel: grpc.aio.Channel | None = None
+        self._rpcs: Rpcs | None = None
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The loop that the open connection belongs to; None if there is none."""
+        return None if self._owner is None else self._owner[1]
+
+    def connected(self, rpc: str) -> Rpcs:
+        """Counts a request of `rpc`; the rpcs of a connection of this process and loop."""
+        self.requests[rpc] += 1
+        owner = (os.getpid(), asyncio.get_running_loop())
+        if self._rpcs is None or self._owner != owner:
+            fork_support.check()
+            self._owner = owner
+            self._channel = grpc.aio.insecure_channel(self.address, options=OPTIONS)
+            self._rpcs = Rpcs(self._channel)
+        return self._rpcs
 
     async def close(self) -> None:
-        """Ends open rpcs; a later call opens a new channel."""
+        """Ends open rpcs; a later call opens a new connection."""
         channel, owner = self._channel, self._owner
-        self._channel = self._owner = None
+        # Every reference goes: the last one ends gRPC's threads (see fork_support).
+        self._channel = self._rpcs = self._owner = None
         if channel is not None and owner == (os.getpid(), asyncio.get_running_loop()):
             await channel.close()

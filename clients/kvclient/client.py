@@ -1,14 +1,19 @@
 """`AsyncClient`: one server, any number of transfers. It connects at the first call."""
 
+import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
+from weakref import WeakSet
 
 import grpc
 
+from kvclient import fork_support
 from kvclient.channel import Channel
 from kvclient.fetch import FetchHandle
+from kvclient.handle import Handle, HandleState
 from kvclient.placement import as_placement
 from kvclient.region import Region
 from kvclient.status import to_error
@@ -57,6 +62,8 @@ class AsyncClient:
     def __init__(self, address: str, *, timeout_s: float = 60.0) -> None:
         self._channel = Channel(address)
         self.timeout_s = timeout_s
+        self._handles: WeakSet[Handle] = WeakSet()
+        fork_support.watch(self)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._channel.address}>"
@@ -73,7 +80,25 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Ends open calls. The client may be used again: it then connects anew."""
+        """Cancels open handles, so that their regions are quiet, and closes the connection.
+
+        The client may be used again: it then connects anew.
+        """
+        await self.quiesce(0.0)
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The loop that the open connection belongs to; None if there is none."""
+        return self._channel.loop
+
+    async def quiesce(self, transfers_end_s: float) -> None:
+        """Waits for open handles, cancels those that take longer, closes the connection."""
+        handles = [handle for handle in self._handles if handle.state is HandleState.PROC]
+        if handles and transfers_end_s:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(transfers_end_s):
+                    await asyncio.gather(*(handle.ended() for handle in handles))
+        await asyncio.gather(*(handle.cancel() for handle in handles))
         await self._channel.close()
 
     @property
@@ -87,9 +112,9 @@ class AsyncClient:
         return Region(buffer)
 
     async def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
-        channel = self._channel.connected("GetServerInfo")
+        rpcs = self._channel.connected("GetServerInfo")
         reply: pb.GetServerInfoReply = await self._answer(
-            channel.get_server_info(pb.GetServerInfoRequest(), **self._options(timeout_s))
+            rpcs.get_server_info(pb.GetServerInfoRequest(), **self._options(timeout_s))
         )
         return ServerInfo(
             version=reply.version,
@@ -104,10 +129,8 @@ class AsyncClient:
 
     async def lookup(self, descriptor: Descriptor, *, timeout_s: float | None = None) -> Presence:
         request = pb.LookupRequest(descriptor=descriptor_to_pb(descriptor))
-        channel = self._channel.connected("Lookup")
-        reply: pb.LookupReply = await self._answer(
-            channel.lookup(request, **self._options(timeout_s))
-        )
+        rpcs = self._channel.connected("Lookup")
+        reply: pb.LookupReply = await self._answer(rpcs.lookup(request, **self._options(timeout_s)))
         verdicts = verdicts_from_pb(reply.chunk_statuses, reply.details, descriptor.chunk_count)
         return Presence(reply.prefix_chunks, verdicts)
 
@@ -116,10 +139,8 @@ class AsyncClient:
     ) -> list[ChunkStatus]:
         """DELETED or MISS_ABSENT for every chunk."""
         request = pb.DeleteRequest(descriptor=descriptor_to_pb(descriptor))
-        channel = self._channel.connected("Delete")
-        reply: pb.DeleteReply = await self._answer(
-            channel.delete(request, **self._options(timeout_s))
-        )
+        rpcs = self._channel.connected("Delete")
+        reply: pb.DeleteReply = await self._answer(rpcs.delete(request, **self._options(timeout_s)))
         verdicts = verdicts_from_pb(reply.chunk_statuses, (), descriptor.chunk_count)
         return [verdict.status for verdict in verdicts]
 
@@ -133,13 +154,15 @@ class AsyncClient:
     ) -> FetchHandle:
         """A fetch that starts with `post`. `into`: a placement, or a buffer or region laid out
         [layer][chunk]. `layers`: which, in which order; empty for all in the descriptor's order."""
-        return FetchHandle(
+        handle = FetchHandle(
             self._channel,
             descriptor,
             as_placement(into, descriptor),
             layers=layers,
             timeout_s=self._timeout(timeout_s),
         )
+        self._handles.add(handle)
+        return handle
 
     def fetch(
         self,
@@ -158,12 +181,14 @@ class AsyncClient:
         self, descriptor: Descriptor, source: Any, *, timeout_s: float | None = None
     ) -> StoreHandle:
         """A store that starts with `post`; `source` as `into` of `prepare_fetch`."""
-        return StoreHandle(
+        handle = StoreHandle(
             self._channel,
             descriptor,
             as_placement(source, descriptor),
             timeout_s=self._timeout(timeout_s),
         )
+        self._handles.add(handle)
+        return handle
 
     def store(
         self, descriptor: Descriptor, source: Any, *, timeout_s: float | None = None

@@ -10,8 +10,8 @@ from kvclient.handle import Handle, HandleState
 from kvclient.placement import Placement
 from kvserve.errors import InvalidRequest, ServerFault
 from kvserve.format.frames import decode_frame
-from kvserve.format.messages import descriptor_to_pb, verdicts_from_pb
-from kvserve.model import ChunkStatus, Descriptor, Verdict, check_layers, leading_hits
+from kvserve.format.messages import chunk_status, descriptor_to_pb, parse, verdicts_from_pb
+from kvserve.model import Descriptor, Verdict, check_layers, leading_hits
 from kvserve.v1 import kvserve_pb2 as pb
 
 
@@ -58,10 +58,6 @@ class FetchHandle(Handle):
         self._events: dict[int, LayerEvent] = {}
         self._changed = asyncio.Event()
 
-    def post(self) -> None:
-        """Starts the transfer; needs a running loop."""
-        self._post(self._transfer())
-
     async def wait(self) -> FetchResult:
         """The result at the end. Cancelling the wait does not cancel the transfer.
 
@@ -107,7 +103,7 @@ class FetchHandle(Handle):
                 if frame is not None:
                     events = self._session.frame(*frame)
                 else:
-                    events = self._other(pb.FetchReply.FromString(message))
+                    events = self._other(parse(pb.FetchReply, message))
                 if events:
                     self._events.update({event.layer_index: event for event in events})
                     self._pulse()
@@ -125,7 +121,7 @@ class FetchHandle(Handle):
             return self._session.head(verdicts)
         if kind == "miss":
             miss = reply.miss
-            verdict = Verdict(ChunkStatus(miss.status), miss.message)
+            verdict = Verdict(chunk_status(miss.status), miss.message)
             return self._session.miss(miss.chunk_index, verdict)
         raise ServerFault(f"a fetch reply of unknown kind {kind}")
 

@@ -1,21 +1,99 @@
-"""Asks gRPC to survive `fork`, which it does only if told before it is imported.
+"""Makes clients usable on both sides of a fork.
 
-Engines fork workers. gRPC keeps threads and file descriptors that a forked child does not have;
-with `GRPC_ENABLE_FORK_SUPPORT=1` a child may open new channels, without it the first call of a
-child hangs for ever (grpc#12455). So this module runs before anything here imports grpc.
+Engines fork workers. gRPC keeps threads and locks that a forked child does not have: its calls then
+hang or abort, and gRPC's own support for it (GRPC_ENABLE_FORK_SUPPORT) was seen to abort parent
+and child under asyncio. What does work is a fork while gRPC is not there. So before each `os.fork`
+every client lets its open transfers end (those that take too long are cancelled), closes its
+connection, and gRPC's threads are waited for; then parent and child connect anew when they need to.
+
+That needs the forking thread to wait for the clients' loops. Where it cannot (an `AsyncClient` on
+the forking thread's own loop, another user of gRPC in the process), the parent is not disturbed and
+the child's clients refuse with an error that says what to do: never a hang.
 """
 
+import asyncio
 import os
-import sys
+import time
+from collections.abc import Coroutine
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+from weakref import WeakSet
 
-_NAME = "GRPC_ENABLE_FORK_SUPPORT"
+from kvserve.errors import HandleClosed
+
+_TRANSFERS_END_S = 5.0
+_CLOSE_S = 2.0
+_THREADS_END_S = 2.0
+# As the kernel shows them, cut to 15 characters.
+_GRPC_THREADS = ("event_engine", "grpc_global_tim", "timer_manager", "default-executo", "lifeguard")
 
 
-def _ask() -> bool:
-    if _NAME not in os.environ and "grpc" not in sys.modules:
-        os.environ[_NAME] = "1"
-    return os.environ.get(_NAME, "").lower() in ("1", "true", "yes")
+class Forkable(Protocol):
+    """A client, as far as a fork is concerned."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The loop that the open connection belongs to; None if there is none."""
+
+    def quiesce(self, transfers_end_s: float) -> Coroutine[Any, Any, None]:
+        """Ends transfers and the connection; runs on `loop`."""
 
 
-IS_SUPPORTED = _ask()
-"""Whether a forked child may use a client that its parent has used."""
+_clients: WeakSet[Any] = WeakSet()
+_forked_in_use_by: int | None = None
+
+
+def watch(client: Forkable) -> None:
+    """From now on a fork waits for this client."""
+    _clients.add(client)
+
+
+def check() -> None:
+    """Raises `HandleClosed` in a child whose parent could not put gRPC aside before the fork."""
+    if _forked_in_use_by is not None:
+        raise HandleClosed(
+            f"process {_forked_in_use_by} was using gRPC when it forked this one, so gRPC cannot "
+            "work here: fork before the first call, from a thread without a running event loop, "
+            "or start workers with spawn"
+        )
+
+
+def _before_fork() -> None:
+    running = asyncio._get_running_loop()
+    open_clients = [client for client in _clients if client.loop is not None]
+    for client in open_clients:
+        loop = client.loop
+        if loop is None or loop is running or not loop.is_running():
+            continue
+        closing = asyncio.run_coroutine_threadsafe(client.quiesce(_TRANSFERS_END_S), loop)
+        with suppress(FutureTimeoutError):
+            closing.result(_TRANSFERS_END_S + _CLOSE_S)
+    if open_clients:
+        deadline = time.monotonic() + _THREADS_END_S
+        while _has_grpc_threads() and time.monotonic() < deadline:
+            # gRPC ends its threads on a thread of its own and offers nothing to wait for.
+            time.sleep(0.001)
+    global _in_use
+    _in_use = _has_grpc_threads()
+
+
+_in_use = False
+
+
+def _after_in_child() -> None:
+    global _forked_in_use_by
+    if _in_use or any(client.loop is not None for client in _clients):
+        _forked_in_use_by = os.getppid()
+
+
+def _has_grpc_threads() -> bool:
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # the thread has just ended
+            if (task / "comm").read_text().startswith(_GRPC_THREADS):
+                return True
+    return False
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_after_in_child)

@@ -6,16 +6,22 @@ reads from the region any more. `cancel` returns only then.
 
 import asyncio
 import os
-from collections.abc import Coroutine
 from enum import Enum
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import grpc
 
 from kvclient.placement import Placement
 from kvclient.status import to_error
-from kvserve.errors import DeadlineExceeded, HandleClosed, KvserveError, TransferCancelled
+from kvserve.errors import (
+    DeadlineExceeded,
+    HandleClosed,
+    KvserveError,
+    MalformedMessage,
+    ServerFault,
+    TransferCancelled,
+)
 
 
 class HandleState(Enum):
@@ -38,7 +44,7 @@ class Handle:
         self._timeout_s = timeout_s
         self._deadline = 0.0
         self._pid = os.getpid()
-        self._task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[KvserveError | None] | None = None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.state.value} {self._address}>"
@@ -64,34 +70,46 @@ class Handle:
     ) -> None:
         await self.cancel()
 
-    def _post(self, transfer: Coroutine[Any, Any, None]) -> None:
+    def post(self) -> None:
+        """Starts the transfer; needs a running loop."""
         if self.state is not HandleState.PREPARED:
-            transfer.close()
             raise HandleClosed(f"post on a handle in state {self.state.value}")
         self._placement.region.acquire()
         self.state = HandleState.PROC
         loop = asyncio.get_running_loop()
         self._deadline = loop.time() + self._timeout_s
-        self._task = loop.create_task(self._run(transfer))
+        self._task = loop.create_task(self._run())
+        # A callback, since a task that is cancelled before its first step runs no `finally`.
+        self._task.add_done_callback(self._task_done)
 
-    async def _run(self, transfer: Coroutine[Any, Any, None]) -> None:
-        """Runs to the end whatever happens, and turns every end into a state."""
-        error: KvserveError | None = None
+    async def _run(self) -> KvserveError | None:
+        """Runs the transfer; every expected end is a value."""
         try:
             async with asyncio.timeout_at(self._deadline):
-                await transfer
+                await self._transfer()
         except KvserveError as ours:
-            error = ours
+            return ours
+        except MalformedMessage as fault:
+            return ServerFault(f"{self._address}: {fault}")
         except grpc.aio.AioRpcError as status:
-            error = to_error(status, self._address)
+            return to_error(status, self._address)
         except TimeoutError:
-            error = DeadlineExceeded(f"{self._address}: not done after {self._timeout_s:g} s")
-        except asyncio.CancelledError:
-            error = TransferCancelled("cancelled by the caller")
-        finally:
-            # Also on a defect of ours: the region is free and waiters wake up, then it propagates.
-            self._placement.region.release()
-            self._end(error)
+            return DeadlineExceeded(f"{self._address}: not done after {self._timeout_s:g} s")
+        return None
+
+    def _task_done(self, task: "asyncio.Task[KvserveError | None]") -> None:
+        self._placement.region.release()
+        if task.cancelled():
+            self._end(TransferCancelled("cancelled by the caller"))
+        elif (defect := task.exception()) is not None:
+            # A defect of ours: it ends the handle too, and `_ended` raises it as it is.
+            self._end(ServerFault(f"a fault in the client: {defect!r}"))
+        else:
+            self._end(task.result())
+
+    async def _transfer(self) -> None:
+        """The transfer itself, from the request to the last reply."""
+        raise NotImplementedError
 
     def _end(self, error: KvserveError | None) -> None:
         if self.state in (HandleState.DONE, HandleState.ERR):
@@ -108,6 +126,11 @@ class Handle:
         """The handle has ended: lets every waiter look at the state."""
         raise NotImplementedError
 
+    async def ended(self) -> None:
+        """Waits for the end, whatever it is; `state` and `error` tell."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
     async def _ended(self) -> None:
         """Waits for the end; raises the error if there is one."""
         self._check_process()
@@ -115,7 +138,8 @@ class Handle:
             raise HandleClosed("wait on a handle that was not posted")
         if self._task is not None:
             await asyncio.wait([self._task])
-            self._task.result()
+            if not self._task.cancelled():
+                self._task.result()
         if self.error is not None:
             raise self.error
 

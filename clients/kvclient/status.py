@@ -28,12 +28,12 @@ _BY_CODE: dict[grpc.StatusCode, type[KvserveError]] = {
 
 def to_error(error: grpc.aio.AioRpcError, address: str) -> KvserveError:
     """The class that the server raised, or the one that fits gRPC's own status."""
-    metadata = dict(error.trailing_metadata() or ())
-    cls = _BY_NAME.get(str(metadata.get("kvserve-reason", "")))
+    metadata = {key: str(value) for key, value in error.trailing_metadata() or ()}
+    cls = _BY_NAME.get(metadata.get("kvserve-reason", ""))
     if cls is None:
         cls = _BY_CODE.get(error.code(), ServerFault)
     message = f"{address}: {error.details() or error.code().name}"
     if cls is Overloaded:
-        after = float(metadata.get("kvserve-retry-after-s", 0.1))
+        after = float(metadata.get("kvserve-retry-after-s", "0.1"))
         return Overloaded(message, retry_after_s=after)
     return cls(message)

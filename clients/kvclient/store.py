@@ -12,7 +12,7 @@ from kvclient.placement import Placement
 from kvserve.errors import HandleClosed, InvalidRequest, ServerFault
 from kvserve.format.chunk_file import checksum
 from kvserve.format.frames import FrameHeader, encode_prefix
-from kvserve.format.messages import descriptor_to_pb, verdicts_from_pb
+from kvserve.format.messages import descriptor_to_pb, parse, verdicts_from_pb
 from kvserve.format.plan import FramePlan, plan_layer
 from kvserve.model import ChunkStatus, Descriptor, Span, Verdict
 from kvserve.v1 import kvserve_pb2 as pb
@@ -50,10 +50,7 @@ class StoreHandle(Handle):
         self._needs: list[int] | None = None
         self._frame_size_bytes = _FRAME_SIZE_BYTES
         self._verdicts: list[Verdict] = []
-
-    def post(self) -> None:
-        """Opens the transfer; needs a running loop."""
-        self._post(self._transfer())
+        self._call: grpc.aio.StreamStreamCall[bytes, bytes] | None = None
 
     async def needed(self) -> list[int]:
         """The chunk indexes that the server does not have; only their slices are ever read."""
@@ -76,7 +73,7 @@ class StoreHandle(Handle):
             for plan in plan_layer(
                 layer_index, size, needed, frame_size_bytes=self._frame_size_bytes
             ):
-                await self._write(self._message(plan, size))
+                await self._send(self._message(plan, size))
 
     async def layer(self, layer_index: int) -> None:
         """Waits until the server has written a layer that was sent (it is not published yet)."""
@@ -96,22 +93,23 @@ class StoreHandle(Handle):
         async with self._turn:
             if self.state is HandleState.PROC:
                 await self.needed()
-                await self._call.done_writing()
+                await self._send(None)
         await self._ended()
         return StoreResult(list(self._verdicts))
 
     async def _transfer(self) -> None:
-        self._call = self._channel.connected("Store").store(
+        self._call = call = self._channel.connected("Store").store(
             timeout=self._time_left_s(), wait_for_ready=True
         )
         try:
             opening = pb.StoreOpen(descriptor=descriptor_to_pb(self._descriptor))
-            await self._call.write(pb.StoreRequest(open=opening).SerializeToString())
-            while isinstance(message := await self._call.read(), bytes):  # else EOF
-                self._take(pb.StoreReply.FromString(message))
+            await call.write(pb.StoreRequest(open=opening).SerializeToString())
+            while isinstance(message := await call.read(), bytes):  # else EOF
+                self._take(parse(pb.StoreReply, message))
                 self._pulse()
         finally:
-            self._call.cancel()
+            call.cancel()
+            self._call = None
         if not self._verdicts:
             raise ServerFault("the server ended the store without a result")
 
@@ -148,16 +146,20 @@ class StoreHandle(Handle):
         # The one copy that grpcio asks for: a message is one bytes object.
         return b"".join([encode_prefix(header, plan.payload_size_bytes), *views])
 
-    async def _write(self, message: bytes) -> None:
-        if self.state is not HandleState.PROC:
-            await self._ended()
+    async def _send(self, message: bytes | None) -> None:
+        """Sends one message, or the end of all messages."""
+        if self._call is not None:
+            try:
+                if message is None:
+                    await self._call.done_writing()
+                else:
+                    await self._call.write(message)
+                return
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                pass  # the server has ended the call; its status, read by the transfer, says why
+        await self._ended()
+        if message is not None:
             raise HandleClosed("the store has ended")
-        try:
-            await self._call.write(message)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            # The server has ended the call; its status, read by the transfer, says why.
-            await self._ended()
-            raise HandleClosed("the store has ended") from None
 
     def _check_layer(self, layer_index: int) -> None:
         count = self._descriptor.layout.layer_count

@@ -1,5 +1,161 @@
 """`kvserve bench`: speed against ceilings taken in the same run."""
 
+import json
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
 import typer
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+from kvserve.bench.fetch import bench_fetch
+from kvserve.bench.fetch import steps as fetch_steps
+from kvserve.bench.lookup import LookupReport, LookupSettings, bench_lookup
+from kvserve.bench.lookup import steps as lookup_steps
+from kvserve.bench.plot import Chart, lookup_chart, render_svg, transfer_chart
+from kvserve.bench.report import TransferReport
+from kvserve.bench.rounds import Step
+from kvserve.bench.store import bench_store
+from kvserve.bench.store import steps as store_steps
+from kvserve.bench.tables import print_lookup, print_transfer
+from kvserve.bench.unit import WorkUnit
+from kvserve.bench.workspace import Settings
+from kvserve.errors import InvalidRequest
 
 bench = typer.Typer(help="Measure speed against ceilings taken in the same run.")
+
+_Report = TransferReport | LookupReport
+_T = TypeVar("_T", TransferReport, LookupReport)
+
+_Chunks = Annotated[int, typer.Option(min=1, max=512, help="Chunks of the prefix.")]
+_Layers = Annotated[int, typer.Option(min=1, max=1024, help="Layers of the model.")]
+_SliceBytes = Annotated[
+    int, typer.Option(min=1, max=64 << 20, help="One layer's bytes in one chunk.")
+]
+_Repeats = Annotated[int, typer.Option(min=1, max=1000, help="Measured rounds.")]
+_Root = Annotated[
+    Path | None,
+    typer.Option(help="Directory on the file system to measure; default: the temp directory."),
+]
+_Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+_Output = Annotated[Path | None, typer.Option(help="Write the JSON to this file.")]
+_Plot = Annotated[Path | None, typer.Option(help="Write a bar chart to this SVG file.")]
+_Check = Annotated[bool, typer.Option("--check", help="Exit status 1 if a bar is not reached.")]
+
+_UNIT = WorkUnit()
+_REPEATS = 9
+_LOOKUPS = 1000
+
+console = Console(highlight=False, soft_wrap=True)
+errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+@bench.command()
+def fetch(
+    chunks: _Chunks = _UNIT.chunk_count,
+    layers: _Layers = _UNIT.layer_count,
+    slice_bytes: _SliceBytes = _UNIT.slice_size_bytes,
+    repeats: _Repeats = _REPEATS,
+    root: _Root = None,
+    as_json: _Json = False,
+    output: _Output = None,
+    plot: _Plot = None,
+    check: _Check = False,
+) -> None:
+    """Fetch one prefix: beside a bare grpcio stream, page cache and memcpy."""
+    settings = Settings(WorkUnit(chunks, layers, slice_bytes), repeats, _checked(root))
+    report = _run("fetch", fetch_steps(settings), as_json, lambda step: bench_fetch(settings, step))
+    _write_files(report, output, plot)
+    _finish(report, as_json, check)
+
+
+@bench.command()
+def store(
+    chunks: _Chunks = _UNIT.chunk_count,
+    layers: _Layers = _UNIT.layer_count,
+    slice_bytes: _SliceBytes = _UNIT.slice_size_bytes,
+    repeats: _Repeats = _REPEATS,
+    root: _Root = None,
+    as_json: _Json = False,
+    output: _Output = None,
+    plot: _Plot = None,
+    check: _Check = False,
+) -> None:
+    """Store one prefix: beside a bare grpcio stream, page cache and memcpy."""
+    settings = Settings(WorkUnit(chunks, layers, slice_bytes), repeats, _checked(root))
+    report = _run("store", store_steps(settings), as_json, lambda step: bench_store(settings, step))
+    _write_files(report, output, plot)
+    _finish(report, as_json, check)
+
+
+@bench.command()
+def lookup(
+    chunks: _Chunks = _UNIT.chunk_count,
+    layers: _Layers = _UNIT.layer_count,
+    slice_bytes: _SliceBytes = _UNIT.slice_size_bytes,
+    lookups: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Lookups in each phase.")
+    ] = _LOOKUPS,
+    processes: Annotated[
+        int, typer.Option(min=1, max=8, help="Processes that the eight fetches are spread over.")
+    ] = 1,
+    root: _Root = None,
+    as_json: _Json = False,
+    output: _Output = None,
+    plot: _Plot = None,
+    check: _Check = False,
+) -> None:
+    """Look chunks up, on an idle server and while eight fetches of half the prefix run."""
+    unit = WorkUnit(chunks, layers, slice_bytes)
+    settings = LookupSettings(Settings(unit, 1, _checked(root)), lookups, processes)
+    report = _run("lookup", lookup_steps(), as_json, lambda step: bench_lookup(settings, step))
+    _write_files(report, output, plot)
+    _finish(report, as_json, check)
+
+
+def _run(
+    name: str, steps: int, as_json: bool, work: Callable[[Step], Coroutine[Any, Any, _T]]
+) -> _T:
+    # Drawn between the steps only: a thread that redraws would take its share of every figure.
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors, auto_refresh=False, transient=True) as bar:
+        task = bar.add_task(f"bench {name}", total=steps)
+        done = -1
+
+        def step(what: str) -> None:
+            nonlocal done
+            done += 1
+            bar.update(task, completed=done, description=f"bench {name}: {what}")
+            bar.refresh()
+
+        return uvloop.run(work(step))
+
+
+def _checked(root: Path | None) -> Path | None:
+    if root is not None and not root.is_dir():
+        raise InvalidRequest(f"--root {root} is no directory")
+    return root
+
+
+def _write_files(report: _Report, output: Path | None, plot: Path | None) -> None:
+    if output is not None:
+        output.write_text(json.dumps(report.to_json(), indent=2) + "\n", "utf-8")
+    if plot is not None:
+        plot.write_text(render_svg(_chart(report)), "utf-8")
+
+
+def _chart(report: _Report) -> Chart:
+    return lookup_chart(report) if isinstance(report, LookupReport) else transfer_chart(report)
+
+
+def _finish(report: _Report, as_json: bool, check: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(report.to_json()))
+    elif isinstance(report, LookupReport):
+        print_lookup(console, report)
+    else:
+        print_transfer(console, report)
+    if check and not all(bar.passed for bar in report.bars):
+        raise typer.Exit(1)

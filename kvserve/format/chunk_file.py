@@ -117,12 +117,14 @@ def diagnose(expected: bytes, header: bytes) -> Verdict:
         return Verdict(
             ChunkStatus.MISS_IDENTITY, f"chunk file version {version}, this server reads {VERSION}"
         )
+    _, _, _, size_expected, _, meta_expected, _ = _PROLOGUE.unpack_from(expected)
+    if len(header) < min(size, size_expected):
+        return Verdict(corrupt, f"header cut short at {len(header)} bytes")
     # A foreign header may be longer than what was read; its meta is still comparable.
     if size <= len(header):
         stored = int.from_bytes(header[size - 8 : size], "little")
         if checksum(header[: size - 8]) != stored:
             return Verdict(corrupt, "header checksum does not match")
-    _, _, _, _, _, meta_expected, _ = _PROLOGUE.unpack_from(expected)
     meta = header[_PROLOGUE.size : _PROLOGUE.size + meta_size]
     if meta != expected[_PROLOGUE.size : _PROLOGUE.size + meta_expected]:
         return Verdict(ChunkStatus.MISS_IDENTITY, "the file holds another chunk's identity")

@@ -9,7 +9,7 @@ through a memoryview. The bytes are identical to what the generated classes make
 from dataclasses import dataclass
 from typing import Final
 
-from kvserve.errors import InvalidRequest
+from kvserve.errors import MalformedMessage
 
 PAYLOAD_FIELD_IN_ENVELOPE: Final = 2
 """Number of `payload` in both `FetchReply` and `StoreRequest`."""
@@ -52,7 +52,8 @@ def encode_prefix(header: FrameHeader, payload_size_bytes: int) -> bytes:
         inner += _OFFSET_TAG + header.slice_offset.to_bytes(8, "little")
     if header.checksums:
         inner += _CHECKSUMS_TAG + _varint(len(header.checksums)) + header.checksums
-    inner += _PAYLOAD_TAG + _varint(payload_size_bytes)
+    if payload_size_bytes:
+        inner += _PAYLOAD_TAG + _varint(payload_size_bytes)
     return _ENVELOPE_TAG + _varint(len(inner) + payload_size_bytes) + inner
 
 
@@ -62,14 +63,14 @@ def decode_frame(message: bytes) -> tuple[FrameHeader, memoryview] | None:
     Accepts what any protobuf writer may make of a frame: fields in any order, unknown fields.
 
     Raises:
-        InvalidRequest: the message is not well-formed.
+        MalformedMessage: the message is not well-formed.
     """
     if not message.startswith(_ENVELOPE_TAG):
         return None
     view = memoryview(message)
     size, at = _read_varint(view, 1)
     if at + size != len(view):
-        raise InvalidRequest("a payload frame's envelope does not end with the message")
+        raise MalformedMessage("a payload frame's envelope does not end with the message")
     numbers = {1: 0, 2: 0, 3: 0}
     checksums, payload = b"", view[:0]
     while at < len(view):
@@ -83,9 +84,9 @@ def decode_frame(message: bytes) -> tuple[FrameHeader, memoryview] | None:
         elif wire_type in (1, 5):
             size = 8 if wire_type == 1 else 4
         else:
-            raise InvalidRequest(f"a payload frame has wire type {wire_type} in field {field}")
+            raise MalformedMessage(f"a payload frame has wire type {wire_type} in field {field}")
         if at + size > len(view):
-            raise InvalidRequest(f"a payload frame is cut short in field {field}")
+            raise MalformedMessage(f"a payload frame is cut short in field {field}")
         value = view[at : at + size]
         at += size
         if field in numbers and wire_type != 2:
@@ -101,11 +102,11 @@ def _read_varint(view: memoryview, at: int) -> tuple[int, int]:
     value = shift = 0
     while shift < 64:
         if at >= len(view):
-            raise InvalidRequest("a payload frame is cut short")
+            raise MalformedMessage("a payload frame is cut short")
         byte = view[at]
         at += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, at
         shift += 7
-    raise InvalidRequest("a payload frame has a number of more than 64 bits")
+    raise MalformedMessage("a payload frame has a number of more than 64 bits")

@@ -6,9 +6,11 @@ valid object or as `InvalidRequest`.
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import Final
+from typing import Final, TypeVar
 
-from kvserve.errors import InvalidRequest, ServerFault
+from google.protobuf.message import DecodeError, Message
+
+from kvserve.errors import InvalidRequest, MalformedMessage
 from kvserve.model import (
     LAYERS_MAX,
     ChunkStatus,
@@ -22,6 +24,8 @@ from kvserve.model import (
     layer_runs,
 )
 from kvserve.v1 import kvserve_pb2 as pb
+
+M = TypeVar("M", bound=Message)
 
 DETAILS_MAX: Final = 16
 
@@ -109,13 +113,29 @@ def statuses_to_bytes(statuses: Sequence[ChunkStatus]) -> bytes:
 def verdicts_from_pb(
     packed: bytes, details: Sequence[pb.ChunkDetail], chunk_count: int
 ) -> list[Verdict]:
-    """Raises `ServerFault` if the server answered for another number of chunks."""
+    """Raises `MalformedMessage` for another number of chunks or an unknown status."""
     if len(packed) != chunk_count:
-        raise ServerFault(f"{len(packed)} chunk statuses came for {chunk_count} chunks")
+        raise MalformedMessage(f"{len(packed)} chunk statuses came for {chunk_count} chunks")
     messages = {detail.chunk_index: detail.message for detail in details}
     return [
-        Verdict(ChunkStatus(value), messages.get(index, "")) for index, value in enumerate(packed)
+        Verdict(chunk_status(value), messages.get(index, "")) for index, value in enumerate(packed)
     ]
+
+
+def chunk_status(value: int) -> ChunkStatus:
+    """Raises `MalformedMessage` for a status that this version does not know."""
+    try:
+        return ChunkStatus(value)
+    except ValueError as error:
+        raise MalformedMessage(f"chunk status {value} is unknown to this version") from error
+
+
+def parse(kind: type[M], raw: bytes) -> M:
+    """Raises `MalformedMessage` if `raw` is no message of this kind."""
+    try:
+        return kind.FromString(raw)
+    except DecodeError as error:
+        raise MalformedMessage(f"a {kind.__name__} is not well-formed: {error}") from error
 
 
 def details_to_pb(verdicts: Sequence[Verdict]) -> list[pb.ChunkDetail]:

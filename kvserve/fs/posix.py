@@ -140,7 +140,7 @@ class PosixFileSystem:
         with _translated("unlink", path):
             try:
                 os.unlink(path)
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 return False
             return True
 

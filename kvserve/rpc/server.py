@@ -20,7 +20,7 @@ from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_health.v1.health import aio as aio_health
 from grpc_reflection.v1alpha import reflection
 
-from kvserve.config import Config
+from kvserve.config import Config, StoreConfig
 from kvserve.errors import InvalidRequest, KvserveError
 from kvserve.format.messages import SERVICE
 from kvserve.fs import PosixFileSystem
@@ -56,7 +56,6 @@ class Server:
     def __init__(self, config: Config) -> None:
         self._config = config
         self.address = config.server.listen
-        self._root = os.path.abspath(config.store.root)
         self._health = aio_health.HealthServicer()
         self._threads = ThreadPoolExecutor(config.store.io_threads, thread_name_prefix="fs")
         self._server: grpc.aio.Server | None = None
@@ -69,27 +68,13 @@ class Server:
                 bound; the message names path, uid and errno.
         """
         config = self._config
-        if not config.store.root:
-            raise InvalidRequest("store.root is not set: pass --root DIR or set it in the config")
-        fs = PosixFileSystem()
-        store = ChunkStore(
-            fs,
-            self._root,
-            open_files_max=_raise_file_limit(config.store.open_files_max),
-            survives_power_loss=config.store.durability == "power",
-            random=SystemRandom(),
-        )
         loop = asyncio.get_running_loop()
-        try:
-            await loop.run_in_executor(self._threads, store.check_root_blocking)
-        except KvserveError as error:
-            raise InvalidRequest(
-                f"the root {store.root} cannot be used by uid {os.getuid()}: {error}"
-            ) from error
-        file_system = await loop.run_in_executor(self._threads, fs.kind, store.root)
-        service = Service(store, self._threads, config.limits)
+        self._store, kind = await loop.run_in_executor(
+            self._threads, _open_store_blocking, config.store
+        )
+        self.service = Service(self._store, self._threads, config.limits)
         server = grpc.aio.server(options=channel_options(config.limits.message_size_bytes_max))
-        server.add_generic_rpc_handlers((Servicer(service, config.limits, file_system).handlers(),))
+        server.add_generic_rpc_handlers((Servicer(self.service, config.limits, kind).handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(
             (SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server
@@ -104,7 +89,7 @@ class Server:
         self._server = server
         for name in ("", SERVICE):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        log.info("serving %s (%s) on %s", store.root, file_system, self.address)
+        log.info("serving %s (%s) on %s", self._store.root, kind, self.address)
 
     async def stop(self) -> None:
         """Turns health to NOT_SERVING, refuses new rpcs, waits for open ones up to the limit."""
@@ -113,7 +98,9 @@ class Server:
         timeout_s = self._config.server.drain_timeout_s
         log.info("draining for at most %.0f s", timeout_s)
         await self._server.stop(timeout_s)
-        self._threads.shutdown(wait=True)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._threads, self._store.open_chunks.close_idle_blocking)
+        await loop.run_in_executor(None, self._threads.shutdown)
         log.info("stopped")
 
 
@@ -128,6 +115,27 @@ async def serve(config: Config, *, started: Callable[[Server], None]) -> None:
     started(server)
     await stopping.wait()
     await server.stop()
+
+
+def _open_store_blocking(config: StoreConfig) -> tuple[ChunkStore, str]:
+    """The store on a root that was just written to, and the kind of its file system."""
+    if not config.root:
+        raise InvalidRequest("store.root is not set: pass --root DIR or set it in the config")
+    fs = PosixFileSystem()
+    store = ChunkStore(
+        fs,
+        os.path.abspath(config.root),
+        open_files_max=_raise_file_limit(config.open_files_max),
+        survives_power_loss=config.durability == "power",
+        random=SystemRandom(),
+    )
+    try:
+        store.check_root_blocking()
+        return store, fs.kind(store.root)
+    except KvserveError as error:
+        raise InvalidRequest(
+            f"the root {store.root} cannot be used by uid {os.getuid()}: {error}"
+        ) from error
 
 
 def _raise_file_limit(open_files_max: int) -> int:

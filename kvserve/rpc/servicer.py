@@ -1,7 +1,7 @@
 """The rpcs: protobuf in, one call of the service, protobuf out.
 
-Fetch replies and store requests pass as raw bytes: their payload frames are encoded and decoded by
-hand around the payload (`format/frames.py`), since protobuf would copy it twice.
+Messages pass gRPC as raw bytes; in fetch replies and store requests the payload frames are encoded
+and decoded by hand around the payload (`format/frames.py`), since protobuf would copy it twice.
 """
 
 from collections.abc import AsyncIterator
@@ -18,6 +18,7 @@ from kvserve.format.messages import (
     SERVICE,
     descriptor_from_pb,
     details_to_pb,
+    parse,
     statuses_to_bytes,
 )
 from kvserve.model import ChunkStatus, Descriptor, Verdict
@@ -38,37 +39,24 @@ class Servicer:
         self._file_system = file_system
 
     def handlers(self) -> grpc.GenericRpcHandler:
+        # Requests come as raw bytes: a message that cannot be decoded is then the caller's mistake,
+        # with a status that says so, instead of gRPC's own UNKNOWN.
+        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
-                "GetServerInfo": grpc.unary_unary_rpc_method_handler(
-                    with_status(self.get_server_info),
-                    request_deserializer=pb.GetServerInfoRequest.FromString,
-                    response_serializer=pb.GetServerInfoReply.SerializeToString,
-                ),
-                "Lookup": grpc.unary_unary_rpc_method_handler(
-                    with_status(self.lookup),
-                    request_deserializer=pb.LookupRequest.FromString,
-                    response_serializer=pb.LookupReply.SerializeToString,
-                ),
-                "Delete": grpc.unary_unary_rpc_method_handler(
-                    with_status(self.delete),
-                    request_deserializer=pb.DeleteRequest.FromString,
-                    response_serializer=pb.DeleteReply.SerializeToString,
-                ),
-                "Fetch": grpc.unary_stream_rpc_method_handler(
-                    with_status(self.fetch),
-                    request_deserializer=pb.FetchRequest.FromString,
-                ),
+                "GetServerInfo": unary(with_status(self.get_server_info)),
+                "Lookup": unary(with_status(self.lookup)),
+                "Delete": unary(with_status(self.delete)),
+                "Fetch": stream(with_status(self.fetch)),
                 "Store": grpc.stream_stream_rpc_method_handler(with_status(self.store)),
             },
         )
 
-    async def get_server_info(
-        self, request: pb.GetServerInfoRequest, context: _Context
-    ) -> pb.GetServerInfoReply:
+    async def get_server_info(self, raw: bytes, context: _Context) -> bytes:
+        parse(pb.GetServerInfoRequest, raw)
         limits = self._limits
-        return pb.GetServerInfoReply(
+        reply = pb.GetServerInfoReply(
             version=kvserve.__version__,
             capabilities=["plane.grpc"],
             limits=pb.Limits(
@@ -80,20 +68,25 @@ class Servicer:
             file_system=self._file_system,
             chunk_file_version=chunk_file.VERSION,
         )
+        return reply.SerializeToString()
 
-    async def lookup(self, request: pb.LookupRequest, context: _Context) -> pb.LookupReply:
+    async def lookup(self, raw: bytes, context: _Context) -> bytes:
+        request = parse(pb.LookupRequest, raw)
         presence = await self._service.lookup(self._descriptor(request.descriptor))
-        return pb.LookupReply(
+        reply = pb.LookupReply(
             prefix_chunks=presence.prefix_chunks,
             chunk_statuses=statuses_to_bytes([verdict.status for verdict in presence.verdicts]),
             details=details_to_pb(presence.verdicts),
         )
+        return reply.SerializeToString()
 
-    async def delete(self, request: pb.DeleteRequest, context: _Context) -> pb.DeleteReply:
+    async def delete(self, raw: bytes, context: _Context) -> bytes:
+        request = parse(pb.DeleteRequest, raw)
         statuses = await self._service.delete(self._descriptor(request.descriptor))
-        return pb.DeleteReply(chunk_statuses=statuses_to_bytes(statuses))
+        return pb.DeleteReply(chunk_statuses=statuses_to_bytes(statuses)).SerializeToString()
 
-    async def fetch(self, request: pb.FetchRequest, context: _Context) -> None:
+    async def fetch(self, raw: bytes, context: _Context) -> None:
+        request = parse(pb.FetchRequest, raw)
         descriptor = self._descriptor(request.descriptor)
         await self._service.fetch(descriptor, tuple(request.layers), GrpcFetchPlane(context.write))
 
@@ -101,7 +94,7 @@ class Servicer:
         first = await anext(requests, None)
         if first is None:
             raise InvalidRequest("the store stream ended before `open`")
-        message = _parse(first)
+        message = parse(pb.StoreRequest, first)
         if message.WhichOneof("message") != "open":
             raise InvalidRequest("the first message of a store must be `open`")
         plane = _GrpcStorePlane(requests, context, self._limits.frame_size_bytes)
@@ -132,7 +125,7 @@ class _GrpcStorePlane:
         async for message in self._requests:
             frame = decode_frame(message)
             if frame is None:
-                kind = _parse(message).WhichOneof("message")
+                kind = parse(pb.StoreRequest, message).WhichOneof("message")
                 raise InvalidRequest(f"a store takes payload frames after `open`, got {kind}")
             yield frame
 
@@ -146,10 +139,3 @@ class _GrpcStorePlane:
             details=details_to_pb(verdicts),
         )
         await self._context.write(pb.StoreReply(result=result).SerializeToString())
-
-
-def _parse(message: bytes) -> pb.StoreRequest:
-    try:
-        return pb.StoreRequest.FromString(message)
-    except ValueError as error:  # protobuf's DecodeError
-        raise InvalidRequest(f"a store request is not well-formed: {error}") from error

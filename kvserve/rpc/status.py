@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from kvserve.errors import KvserveError, Overloaded
+from kvserve.errors import InvalidRequest, KvserveError, MalformedMessage, Overloaded
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ def with_status(
     async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
             return await handler(request, context)
+        except MalformedMessage as error:
+            await abort(context, InvalidRequest(str(error)))
         except KvserveError as error:
             log.info("%s refused: %s: %s", handler.__name__, type(error).__name__, error)
             await abort(context, error)

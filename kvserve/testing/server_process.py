@@ -57,6 +57,11 @@ class ServerProcess:
         """SIGTERM, then waits; the exit status."""
         assert self._process is not None, "not started"
         self._process.terminate()
+        return self.wait()
+
+    def wait(self) -> int:
+        """Waits for the end, kills what takes too long; the exit status."""
+        assert self._process is not None, "not started"
         try:
             return self._process.wait(_STOP_TIMEOUT_S)
         finally:
