@@ -190,7 +190,7 @@ print("good")
 
 _FORKING_ON_THE_LOOP = """
 import asyncio, os, sys
-from kvclient import AsyncClient, HandleClosed
+from kvclient import AsyncClient, Client, HandleClosed
 
 async def main():
     client = AsyncClient(sys.argv[1], timeout_s=10)
@@ -198,7 +198,7 @@ async def main():
     pid = os.fork()
     if pid == 0:
         try:
-            await client.server_info()
+            Client(sys.argv[1]).server_info()
         except HandleClosed as error:
             os._exit(7 if "start workers with spawn" in str(error) else 8)
         os._exit(9)
@@ -213,7 +213,7 @@ print("good")
 
 
 def run_script(script: str, *arguments: str) -> None:
-    """In a process of its own, as an engine's worker is; pytest's has servers and their threads."""
+    """In a process of its own, as an engine's worker is; pytest's has servers in it."""
     ended = subprocess.run(
         [sys.executable, "-c", script, *arguments],
         timeout=60,
