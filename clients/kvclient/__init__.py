@@ -4,6 +4,9 @@
 NIXL's life cycle. See README.md for twenty lines that use it.
 """
 
+from kvclient import fork_support  # noqa: F401 - before anything that imports grpc
+
+# isort: split
 from kvclient.blocking import BlockingFetch, BlockingStore, Client
 from kvclient.client import AsyncClient, Presence, ServerInfo
 from kvclient.fetch import FetchHandle, FetchResult

@@ -165,8 +165,12 @@ class BlockingStore:
 class Client:
     """A blocking client of the server at `address`; see `AsyncClient` for what each call does."""
 
-    def __init__(self, address: str, *, timeout_s: float = 60.0) -> None:
-        self._client = AsyncClient(address, timeout_s=timeout_s)
+    def __init__(
+        self, address: str, *, timeout_s: float = 60.0, connect_timeout_s: float = 5.0
+    ) -> None:
+        self._client = AsyncClient(
+            address, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s
+        )
 
     def __repr__(self) -> str:
         return repr(self._client).replace("AsyncClient", "Client")

@@ -11,7 +11,7 @@ from collections import Counter
 import grpc
 
 from kvclient import fork_support
-from kvserve.errors import InvalidRequest
+from kvserve.errors import InvalidRequest, ServerUnavailable
 from kvserve.format.messages import SERVICE
 from kvserve.v1 import kvserve_pb2 as pb
 
@@ -67,7 +67,7 @@ class Rpcs:
 class Channel:
     """The connection to one server."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, connect_timeout_s: float) -> None:
         if address.startswith("unix:"):
             is_valid = len(address) > len("unix:")
         else:
@@ -76,6 +76,7 @@ class Channel:
         if not is_valid:
             raise InvalidRequest(f"address {address!r} must be HOST:PORT, [V6]:PORT or unix:PATH")
         self.address = address
+        self._connect_timeout_s = connect_timeout_s
         self.requests: Counter[str] = Counter()
         self._owner: tuple[int, asyncio.AbstractEventLoop] | None = None
         self._channel: grpc.aio.Channel | None = None
@@ -86,16 +87,30 @@ class Channel:
         """The loop that the open connection belongs to; None if there is none."""
         return None if self._owner is None else self._owner[1]
 
-    def connected(self, rpc: str) -> Rpcs:
-        """Counts a request of `rpc`; the rpcs of a connection of this process and loop."""
-        self.requests[rpc] += 1
+    async def connected(self, rpc: str) -> Rpcs:
+        """The rpcs over a connection of this process and loop; counts a request of `rpc`.
+
+        Raises:
+            ServerUnavailable: no connection within `connect_timeout_s`. A server that is down must
+                cost its callers less than computing the KV themselves.
+        """
+        fork_support.check()
         owner = (os.getpid(), asyncio.get_running_loop())
-        if self._rpcs is None or self._owner != owner:
-            fork_support.check()
+        if self._channel is None or self._rpcs is None or self._owner != owner:
             self._owner = owner
             self._channel = grpc.aio.insecure_channel(self.address, options=OPTIONS)
             self._rpcs = Rpcs(self._channel)
-        return self._rpcs
+        channel, rpcs = self._channel, self._rpcs
+        if channel.get_state(try_to_connect=True) is not grpc.ChannelConnectivity.READY:
+            try:
+                async with asyncio.timeout(self._connect_timeout_s):
+                    await channel.channel_ready()
+            except TimeoutError:
+                raise ServerUnavailable(
+                    f"{self.address}: no server answers (tried for {self._connect_timeout_s:g} s)"
+                ) from None
+        self.requests[rpc] += 1
+        return rpcs
 
     async def close(self) -> None:
         """Ends open rpcs; a later call opens a new connection."""

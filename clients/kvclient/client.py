@@ -1,7 +1,7 @@
 """`AsyncClient`: one server, any number of transfers. It connects at the first call."""
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -9,15 +9,17 @@ from typing import Any, Self, TypeVar
 from weakref import WeakSet
 
 import grpc
+from google.protobuf.message import Message
 
 from kvclient import fork_support
-from kvclient.channel import Channel
+from kvclient.channel import Channel, Rpcs
 from kvclient.fetch import FetchHandle
 from kvclient.handle import Handle, HandleState
 from kvclient.placement import as_placement
 from kvclient.region import Region
 from kvclient.status import to_error
 from kvclient.store import StoreHandle
+from kvserve.errors import DeadlineExceeded
 from kvserve.format.messages import descriptor_to_pb, verdicts_from_pb
 from kvserve.model import ChunkStatus, Descriptor, Verdict
 from kvserve.v1 import kvserve_pb2 as pb
@@ -55,12 +57,14 @@ class Presence:
 class AsyncClient:
     """A client of the server at `address` (HOST:PORT or unix:PATH).
 
-    Reconnects by itself after a server restart; calls wait for the connection up to their deadline.
-    `timeout_s` is the default deadline of every call, queueing and connecting included.
+    Reconnects by itself after a server restart. `timeout_s` is the default deadline of every call,
+    connecting and queueing included; one that finds no server gives up after `connect_timeout_s`.
     """
 
-    def __init__(self, address: str, *, timeout_s: float = 60.0) -> None:
-        self._channel = Channel(address)
+    def __init__(
+        self, address: str, *, timeout_s: float = 60.0, connect_timeout_s: float = 5.0
+    ) -> None:
+        self._channel = Channel(address, connect_timeout_s)
         self.timeout_s = timeout_s
         self._handles: WeakSet[Handle] = WeakSet()
         fork_support.watch(self)
@@ -112,9 +116,9 @@ class AsyncClient:
         return Region(buffer)
 
     async def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
-        rpcs = self._channel.connected("GetServerInfo")
+        request = pb.GetServerInfoRequest()
         reply: pb.GetServerInfoReply = await self._answer(
-            rpcs.get_server_info(pb.GetServerInfoRequest(), **self._options(timeout_s))
+            "GetServerInfo", lambda rpcs: rpcs.get_server_info, request, timeout_s
         )
         return ServerInfo(
             version=reply.version,
@@ -129,8 +133,9 @@ class AsyncClient:
 
     async def lookup(self, descriptor: Descriptor, *, timeout_s: float | None = None) -> Presence:
         request = pb.LookupRequest(descriptor=descriptor_to_pb(descriptor))
-        rpcs = self._channel.connected("Lookup")
-        reply: pb.LookupReply = await self._answer(rpcs.lookup(request, **self._options(timeout_s)))
+        reply: pb.LookupReply = await self._answer(
+            "Lookup", lambda rpcs: rpcs.lookup, request, timeout_s
+        )
         verdicts = verdicts_from_pb(reply.chunk_statuses, reply.details, descriptor.chunk_count)
         return Presence(reply.prefix_chunks, verdicts)
 
@@ -139,8 +144,9 @@ class AsyncClient:
     ) -> list[ChunkStatus]:
         """DELETED or MISS_ABSENT for every chunk."""
         request = pb.DeleteRequest(descriptor=descriptor_to_pb(descriptor))
-        rpcs = self._channel.connected("Delete")
-        reply: pb.DeleteReply = await self._answer(rpcs.delete(request, **self._options(timeout_s)))
+        reply: pb.DeleteReply = await self._answer(
+            "Delete", lambda rpcs: rpcs.delete, request, timeout_s
+        )
         verdicts = verdicts_from_pb(reply.chunk_statuses, (), descriptor.chunk_count)
         return [verdict.status for verdict in verdicts]
 
@@ -201,11 +207,20 @@ class AsyncClient:
     def _timeout(self, timeout_s: float | None) -> float:
         return self.timeout_s if timeout_s is None else timeout_s
 
-    def _options(self, timeout_s: float | None) -> dict[str, Any]:
-        return {"timeout": self._timeout(timeout_s), "wait_for_ready": True}
-
-    async def _answer(self, call: Awaitable[_T]) -> _T:
+    async def _answer(
+        self,
+        rpc: str,
+        of: Callable[[Rpcs], Callable[..., Awaitable[_T]]],
+        request: Message,
+        timeout_s: float | None,
+    ) -> _T:
         try:
-            return await call
+            async with asyncio.timeout(self._timeout(timeout_s)):
+                call = of(await self._channel.connected(rpc))
+                return await call(request)
         except grpc.aio.AioRpcError as error:
             raise to_error(error, self._channel.address) from error
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{self._channel.address}: {rpc} got no answer in {self._timeout(timeout_s):g} s"
+            ) from None

@@ -93,9 +93,8 @@ class FetchHandle(Handle):
         request = pb.FetchRequest(
             descriptor=descriptor_to_pb(self._descriptor), layers=self._layers
         )
-        call = self._channel.connected("Fetch").fetch(
-            request, timeout=self._time_left_s(), wait_for_ready=True
-        )
+        rpcs = await self._channel.connected("Fetch")
+        call = rpcs.fetch(request, timeout=self._time_left_s())
         try:
             # Not `async for`: `read` saves a generator step for every frame.
             while isinstance(message := await call.read(), bytes):  # else EOF

@@ -9,6 +9,8 @@ connection, and gRPC's threads are waited for; then parent and child connect ane
 That needs the forking thread to wait for the clients' loops. Where it cannot (an `AsyncClient` on
 the forking thread's own loop, another user of gRPC in the process), the parent is not disturbed and
 the child's clients refuse with an error that says what to do: never a hang.
+
+Imported before grpc, to turn off its own handlers: beside an open channel they can kill the parent.
 """
 
 import asyncio
@@ -23,11 +25,16 @@ from weakref import WeakSet
 
 from kvserve.errors import HandleClosed
 
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 _TRANSFERS_END_S = 5.0
 _CLOSE_S = 2.0
 _THREADS_END_S = 2.0
 # As the kernel shows them, cut to 15 characters.
-_GRPC_THREADS = ("event_engine", "grpc_global_tim", "timer_manager", "default-executo", "lifeguard")
+_GRPC_THREADS = ("grpc_", "event_engine", "timer_manager", "default-executo", "lifeguard")
+# A new thread of gRPC has its name within this time; `grpc_shutdown` is started last of all, and a
+# child that is forked while it runs waits for its end for ever.
+_QUIET_S = 0.02
 
 
 class Forkable(Protocol):
@@ -42,6 +49,7 @@ class Forkable(Protocol):
 
 
 _clients: WeakSet[Any] = WeakSet()
+_in_use = False
 _forked_in_use_by: int | None = None
 
 
@@ -70,16 +78,22 @@ def _before_fork() -> None:
         closing = asyncio.run_coroutine_threadsafe(client.quiesce(_TRANSFERS_END_S), loop)
         with suppress(FutureTimeoutError):
             closing.result(_TRANSFERS_END_S + _CLOSE_S)
-    if open_clients:
-        deadline = time.monotonic() + _THREADS_END_S
-        while _has_grpc_threads() and time.monotonic() < deadline:
-            # gRPC ends its threads on a thread of its own and offers nothing to wait for.
-            time.sleep(0.001)
     global _in_use
-    _in_use = _has_grpc_threads()
+    _in_use = not _grpc_is_gone() if open_clients else _has_grpc_threads()
 
 
-_in_use = False
+def _grpc_is_gone() -> bool:
+    """Waits for it: gRPC ends its threads by one of its own and offers nothing to wait for."""
+    now = time.monotonic()
+    deadline, quiet_since = now + _THREADS_END_S, now
+    while now < deadline:
+        if _has_grpc_threads():
+            quiet_since = time.monotonic()
+        elif now - quiet_since > _QUIET_S:
+            return True
+        time.sleep(0.001)
+        now = time.monotonic()
+    return False
 
 
 def _after_in_child() -> None:

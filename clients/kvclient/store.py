@@ -98,9 +98,8 @@ class StoreHandle(Handle):
         return StoreResult(list(self._verdicts))
 
     async def _transfer(self) -> None:
-        self._call = call = self._channel.connected("Store").store(
-            timeout=self._time_left_s(), wait_for_ready=True
-        )
+        rpcs = await self._channel.connected("Store")
+        self._call = call = rpcs.store(timeout=self._time_left_s())
         try:
             opening = pb.StoreOpen(descriptor=descriptor_to_pb(self._descriptor))
             await call.write(pb.StoreRequest(open=opening).SerializeToString())

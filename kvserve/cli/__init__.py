@@ -44,6 +44,11 @@ def main() -> None:
     try:
         app()
     except KvserveError as error:
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
-        console.print(f"kvserve: {type(error).__name__}: {error}", style="red", markup=False)
-        sys.exit(1)
+        message = f"{type(error).__name__}: {error}"
+    except OSError as error:  # a file named on the command line
+        message = f"{error.filename or ''}: {error.strerror}"
+    else:
+        return
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(f"kvserve: {message}", style="red", markup=False)
+    sys.exit(1)

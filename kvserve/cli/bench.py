@@ -1,7 +1,10 @@
 """`kvserve bench`: speed against ceilings taken in the same run."""
 
+import asyncio
 import json
+import signal
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -66,9 +69,8 @@ def fetch(
 ) -> None:
     """Fetch one prefix: beside a bare grpcio stream, page cache and memcpy."""
     settings = Settings(WorkUnit(chunks, layers, slice_bytes), repeats, _checked(root))
-    report = _run("fetch", fetch_steps(settings), as_json, lambda step: bench_fetch(settings, step))
-    _write_files(report, output, plot)
-    _finish(report, as_json, check)
+    ending = _Ending(as_json, output, plot, check)
+    ending.finish(_run("fetch", fetch_steps(settings), lambda step: bench_fetch(settings, step)))
 
 
 @bench.command()
@@ -85,9 +87,8 @@ def store(
 ) -> None:
     """Store one prefix: beside a bare grpcio stream, page cache and memcpy."""
     settings = Settings(WorkUnit(chunks, layers, slice_bytes), repeats, _checked(root))
-    report = _run("store", store_steps(settings), as_json, lambda step: bench_store(settings, step))
-    _write_files(report, output, plot)
-    _finish(report, as_json, check)
+    ending = _Ending(as_json, output, plot, check)
+    ending.finish(_run("store", store_steps(settings), lambda step: bench_store(settings, step)))
 
 
 @bench.command()
@@ -110,27 +111,70 @@ def lookup(
     """Look chunks up, on an idle server and while eight fetches of half the prefix run."""
     unit = WorkUnit(chunks, layers, slice_bytes)
     settings = LookupSettings(Settings(unit, 1, _checked(root)), lookups, processes)
-    report = _run("lookup", lookup_steps(), as_json, lambda step: bench_lookup(settings, step))
-    _write_files(report, output, plot)
-    _finish(report, as_json, check)
+    ending = _Ending(as_json, output, plot, check)
+    ending.finish(_run("lookup", lookup_steps(), lambda step: bench_lookup(settings, step)))
 
 
-def _run(
-    name: str, steps: int, as_json: bool, work: Callable[[Step], Coroutine[Any, Any, _T]]
-) -> _T:
-    # Drawn between the steps only: a thread that redraws would take its share of every figure.
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """What becomes of a report. Refuses at once what would fail after minutes of measuring."""
+
+    as_json: bool
+    output: Path | None
+    plot: Path | None
+    check: bool
+
+    def __post_init__(self) -> None:
+        for option, path in (("--output", self.output), ("--plot", self.plot)):
+            if path is not None and (path.is_dir() or not path.parent.is_dir()):
+                raise InvalidRequest(f"{option} {path} must name a file in a directory that exists")
+
+    def finish(self, report: _Report) -> None:
+        if self.output is not None:
+            self.output.write_text(json.dumps(report.to_json(), indent=2) + "\n", "utf-8")
+        if self.plot is not None:
+            self.plot.write_text(render_svg(_chart(report)), "utf-8")
+        if self.as_json:
+            typer.echo(json.dumps(report.to_json()))
+        elif isinstance(report, LookupReport):
+            print_lookup(console, report)
+        else:
+            print_transfer(console, report)
+        if self.check and not all(bar.passed for bar in report.bars):
+            raise typer.Exit(1)
+
+
+def _run(name: str, steps: int, work: Callable[[Step], Coroutine[Any, Any, _T]]) -> _T:
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors, auto_refresh=False, transient=True) as bar:
-        task = bar.add_task(f"bench {name}", total=steps)
+    # Drawn between the steps only: a thread that redraws would take its share of every figure.
+    progress = Progress(
+        *columns,
+        console=errors,
+        auto_refresh=False,
+        transient=True,
+        disable=not errors.is_terminal,
+    )
+    with progress:
+        task = progress.add_task(f"bench {name}", total=steps)
         done = -1
 
         def step(what: str) -> None:
             nonlocal done
             done += 1
-            bar.update(task, completed=done, description=f"bench {name}: {what}")
-            bar.refresh()
+            progress.update(task, completed=done, description=f"bench {name}: {what}")
+            progress.refresh()
 
-        return uvloop.run(work(step))
+        async def until_terminated() -> _T:
+            # SIGTERM unwinds like Ctrl-C: servers end and directories go.
+            task = asyncio.current_task()
+            assert task is not None, "not in a task"
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+            return await work(step)
+
+        try:
+            return uvloop.run(until_terminated())
+        except asyncio.CancelledError:
+            raise typer.Exit(128 + signal.SIGTERM) from None
 
 
 def _checked(root: Path | None) -> Path | None:
@@ -139,23 +183,5 @@ def _checked(root: Path | None) -> Path | None:
     return root
 
 
-def _write_files(report: _Report, output: Path | None, plot: Path | None) -> None:
-    if output is not None:
-        output.write_text(json.dumps(report.to_json(), indent=2) + "\n", "utf-8")
-    if plot is not None:
-        plot.write_text(render_svg(_chart(report)), "utf-8")
-
-
 def _chart(report: _Report) -> Chart:
     return lookup_chart(report) if isinstance(report, LookupReport) else transfer_chart(report)
-
-
-def _finish(report: _Report, as_json: bool, check: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(report.to_json()))
-    elif isinstance(report, LookupReport):
-        print_lookup(console, report)
-    else:
-        print_transfer(console, report)
-    if check and not all(bar.passed for bar in report.bars):
-        raise typer.Exit(1)

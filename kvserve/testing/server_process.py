@@ -16,13 +16,22 @@ _STOP_TIMEOUT_S = 40.0
 class ServerProcess:
     """Starts on entry, SIGTERM on exit. `address` is where it answers; its log is `log_path`."""
 
-    def __init__(self, root: Path, *, listen: str = "127.0.0.1:0", settings: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        root: Path,
+        *,
+        listen: str = "127.0.0.1:0",
+        settings: tuple[str, ...] = (),
+        config: Path | None = None,
+    ) -> None:
         self.root = root
         self.log_path = root.with_name(f"{root.name}.log")
         self.address = ""
         self._address_file = root.with_name(f"{root.name}.address")
         self._command = [sys.executable, "-m", "kvserve", "serve", "--root", str(root)]
         self._command += ["--listen", listen, "--address-file", str(self._address_file)]
+        if config is not None:
+            self._command += ["--config", str(config)]
         for setting in settings:
             self._command += ["--set", setting]
         self._process: subprocess.Popen[bytes] | None = None

@@ -179,16 +179,22 @@ async def test_deadline_of_a_store_that_stalls(client: AsyncClient, root: Path) 
     await until(lambda: temp_files(root) == [])
 
 
-async def test_deadline_when_nobody_listens() -> None:
-    client = AsyncClient("127.0.0.1:9", timeout_s=0.3)
+async def test_nobody_listens() -> None:
+    """A server that is down costs `connect_timeout_s`, or the deadline if that is shorter."""
     descriptor = small_descriptor()
-    with pytest.raises((DeadlineExceeded, ServerUnavailable)):
-        await client.lookup(descriptor)
-    handle = client.fetch(descriptor, bytearray(descriptor.payload_size_bytes))
-    with pytest.raises((DeadlineExceeded, ServerUnavailable)):
-        await handle.wait()
-    assert handle.state is HandleState.ERR
-    await client.close()
+    target = bytearray(descriptor.payload_size_bytes)
+    async with AsyncClient("127.0.0.1:9", timeout_s=20, connect_timeout_s=0.2) as client:
+        with pytest.raises(ServerUnavailable, match="no server answers"):
+            await client.lookup(descriptor)
+        with pytest.raises(DeadlineExceeded, match="Lookup got no answer"):
+            await client.lookup(descriptor, timeout_s=0.1)
+        handle = client.fetch(descriptor, target)
+        with pytest.raises(ServerUnavailable, match="no server answers"):
+            await handle.wait()
+        assert handle.state is HandleState.ERR
+        store = client.store(descriptor, target)
+        with pytest.raises(ServerUnavailable, match="no server answers"):
+            await store.store_layer(0)
 
 
 async def test_too_many_transfers_are_refused_and_say_when_to_retry(

@@ -1,0 +1,65 @@
+"""Where a benchmark runs: a temporary directory, server processes over it, stored series."""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvclient import AsyncClient
+from kvserve.bench.unit import WorkUnit
+from kvserve.errors import ServerFault
+from kvserve.testing.server_process import ServerProcess
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a benchmark is asked to do. `root`: a directory on the file system to measure."""
+
+    unit: WorkUnit
+    repeats: int
+    root: Path | None = None
+
+
+class Workspace:
+    """Everything below is removed on exit; `chunks` is the root of its servers."""
+
+    def __init__(self, root: Path | None) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="kvserve-bench-", dir=root)
+        self.directory = Path(self._directory.name)
+        self.chunks = self.directory / "chunks"
+
+    def server(self) -> ServerProcess:
+        """A fresh server process, not started; one at a time."""
+        return ServerProcess(self.chunks)
+
+    async def store_series(self, stored: Sequence[tuple[WorkUnit, int]]) -> None:
+        """Stores series through a server of their own, so that the measured one starts fresh."""
+        with self.server() as server:
+            async with AsyncClient(server.address, timeout_s=600.0) as client:
+                for unit, series in stored:
+                    source = touched(unit.size_bytes)
+                    unit.fill(source, series)
+                    async with client.store(unit.descriptor(series), source) as handle:
+                        for layer_index in range(unit.layer_count):
+                            await handle.store_layer(layer_index)
+                        result = await handle.finish()
+                    if not result.is_whole:
+                        raise ServerFault(f"could not store series {series}: {result.verdicts[0]}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._directory.cleanup()
+
+
+def touched(size_bytes: int) -> memoryview:
+    """Memory that has been written once: on a virtual machine the first touch is the slow one."""
+    return memoryview(bytearray(b"\xff") * size_bytes)

@@ -1,0 +1,146 @@
+"""Every benchmark end to end: real processes, and a unit so small that its figures say nothing."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+TINY = ("--chunks", "4", "--layers", "2", "--slice-bytes", "16384")
+SIZE_BYTES = 4 * 2 * 16384
+MACHINE = {
+    *("cpu", "cpu_count", "file_system", "load_average_1m", "python", "grpcio", "kvserve"),
+}
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvserve", "bench", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+
+
+def bench_json(root: Path, *arguments: str) -> dict[str, Any]:
+    ended = bench(*arguments, "--root", str(root), "--json")
+    assert ended.returncode == 0, ended.stderr
+    assert not list(root.iterdir()), "a benchmark must leave nothing behind"
+    report: dict[str, Any] = json.loads(ended.stdout)
+    assert set(report["machine"]) == MACHINE
+    assert report["unit"]["size_bytes"] == SIZE_BYTES
+    for bar in report["bars"]:
+        assert set(bar) == {"name", "figure", "passed"}
+    return report
+
+
+def check_case(case: dict[str, Any], repeats: int, ceilings: set[str]) -> None:
+    assert len(case["gb_per_s"]) == repeats
+    assert 0 < case["gb_per_s_median"] <= case["gb_per_s_best"]
+    assert case["first_layer_ms_median"] > 0
+    assert case["is_ceiling"] == (case["name"] in ceilings)
+    assert set(case["ratios"]) == ceilings - {case["name"]}
+    for name in ceilings - {case["name"]}:
+        assert case["ratios"][name] > 0
+    assert (case["server"] is None) == (case["requests"] == 0)
+    for process in (case["client"], case["server"]):
+        if process is not None:
+            assert process["cpu_s_mean"] >= 0
+            assert process["peak_bytes"] > 1 << 20
+            assert process["growth_bytes"] >= 0
+
+
+def check_growth(report: dict[str, Any]) -> None:
+    """kvserve and the bare stream, each with the unit and with four times as much."""
+    found = [(row["name"], row["payload_bytes"]) for row in report["server_growth"]]
+    assert found == [
+        ("kvserve_stream", SIZE_BYTES),
+        ("grpc", SIZE_BYTES),
+        ("kvserve_stream", 4 * SIZE_BYTES),
+        ("grpc", 4 * SIZE_BYTES),
+    ]
+
+
+def test_fetch(tmp_path: Path) -> None:
+    report = bench_json(tmp_path, "fetch", *TINY, "--repeats", "2")
+    requests = {case["name"]: case["requests"] for case in report["cases"]}
+    assert requests == {
+        "kvserve_stream": 1,
+        "kvserve_by_layer_sequential": 2,
+        "kvserve_by_layer_2_deep": 2,
+        "grpc": 1,
+        "page_cache": 0,
+        "memcpy": 0,
+    }
+    for case in report["cases"]:
+        check_case(case, 2, {"grpc", "page_cache", "memcpy"})
+    assert report["verified_cases"] == [name for name in requests if name.startswith("kvserve")]
+    assert [bar["name"] for bar in report["bars"]] == [
+        "kvserve_stream speed",
+        "server memory growth",
+    ]
+    check_growth(report)
+
+
+def test_store(tmp_path: Path) -> None:
+    report = bench_json(tmp_path, "store", *TINY, "--repeats", "2")
+    requests = {case["name"]: case["requests"] for case in report["cases"]}
+    assert requests == {"kvserve_stream": 1, "grpc": 1, "page_cache": 0, "memcpy": 0}
+    for case in report["cases"]:
+        check_case(case, 2, {"grpc", "page_cache", "memcpy"})
+    assert report["verified_cases"] == ["kvserve_stream"]
+    check_growth(report)
+
+
+def test_lookup(tmp_path: Path) -> None:
+    report = bench_json(tmp_path, "lookup", *TINY, "--lookups", "20", "--processes", "2")
+    latencies = {row["name"]: row for row in report["latencies"]}
+    assert list(latencies) == [
+        "lookup_idle",
+        "grpc_unary_idle",
+        "lookup_under_load",
+        "grpc_unary_under_load",
+    ]
+    for row in latencies.values():
+        assert row["calls"] == 20
+        assert 0 < row["p50_ms"] <= row["p99_ms"] <= row["p99_9_ms"] <= row["max_ms"]
+    load = report["load"]
+    assert load["processes"] == 2
+    assert load["fetches_at_once"] == 8
+    assert load["fetch_size_bytes"] == SIZE_BYTES // 2
+    assert load["gb_per_s"] > 0
+    assert [bar["name"] for bar in report["bars"]] == ["lookup latency under load"]
+
+
+def test_table_files_and_check(tmp_path: Path) -> None:
+    output, plot = tmp_path / "report.json", tmp_path / "plot.svg"
+    files = ("--output", str(output), "--plot", str(plot))
+    ended = bench("fetch", *TINY, "--repeats", "1", *files, "--check")
+    bars = json.loads(output.read_text("utf-8"))["bars"]
+    assert ended.returncode == (0 if all(bar["passed"] for bar in bars) else 1)
+    for bar in bars:
+        verdict = "pass" if bar["passed"] else "FAIL"
+        assert f"{verdict}  {bar['name']}: {bar['figure']}" in ended.stdout
+    assert "bare grpcio stream" in ended.stdout
+    assert ElementTree.parse(plot).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+
+
+@pytest.mark.parametrize("command", ["fetch", "store", "lookup"])
+def test_a_root_that_is_not_there(command: str, tmp_path: Path) -> None:
+    ended = bench(command, *TINY, "--root", str(tmp_path / "absent"))
+    assert ended.returncode == 1
+    assert "absent is no directory" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("option", ["--output", "--plot"])
+def test_a_file_that_cannot_be_written_is_refused_before_measuring(
+    option: str, tmp_path: Path
+) -> None:
+    ended = bench("fetch", *TINY, "--repeats", "1000", option, str(tmp_path / "absent" / "file"))
+    assert ended.returncode == 1
+    assert f"{option} {tmp_path}/absent/file must name a file" in ended.stderr

@@ -1,0 +1,213 @@
+"""The command line as a person or a script uses it: real processes, exit codes, words."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvserve.testing.server_process import ServerProcess
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def kvserve(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    ended = subprocess.run(
+        [sys.executable, "-m", "kvserve", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    return ended
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess(tmp_path_factory.mktemp("cli") / "kv") as server:
+        yield server
+
+
+@pytest.fixture
+def descriptor(tmp_path: Path) -> Path:
+    """The example of docs/command_line.md."""
+    text = (DOCS / "command_line.md").read_text("utf-8")
+    found = re.search(r"```json\n(.*?)```", text, re.DOTALL)
+    assert found is not None
+    path = tmp_path / "prefix.json"
+    path.write_text(found.group(1), "utf-8")
+    return path
+
+
+def test_put_lookup_get_delete(server: ServerProcess, descriptor: Path, tmp_path: Path) -> None:
+    at = ("--server", server.address)
+    payload, copy = tmp_path / "kv.bin", tmp_path / "copy.bin"
+    payload.write_bytes(os.urandom(131_072))
+    assert "1 MISS_ABSENT" in kvserve("lookup", str(descriptor), *at).stdout
+    assert "1 MISS_ABSENT" in kvserve("get", str(descriptor), str(copy), *at, code=1).stdout
+    assert not copy.exists(), "a file that is not whole is not left behind"
+    assert "1 STORED" in kvserve("put", str(descriptor), str(payload), *at).stdout
+    again = json.loads(kvserve("put", str(descriptor), str(payload), *at, "--json").stdout)
+    assert again["statuses"] == ["KNOWN"]
+    found = json.loads(kvserve("lookup", str(descriptor), *at, "--json").stdout)
+    assert (found["prefix_chunks"], found["statuses"]) == (1, ["HIT"])
+    assert "1 HIT" in kvserve("get", str(descriptor), str(copy), *at).stdout
+    assert copy.read_bytes() == payload.read_bytes()
+    assert "1 DELETED" in kvserve("delete", str(descriptor), *at).stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy.bin", "kv.bin", "prefix.json"]
+
+
+def test_stat(server: ServerProcess) -> None:
+    info = json.loads(kvserve("stat", "--server", server.address, "--json").stdout)
+    assert info["chunk_file_version"] == 1
+    assert info["version"] in kvserve("stat", "--server", server.address).stdout
+    assert kvserve("--version").stdout.strip() == info["version"]
+
+
+BAD_DESCRIPTORS = {
+    "not JSON": ("{", "is no descriptor"),
+    "unknown key": ('{"modle": "x"}', "modle: Extra inputs are not permitted"),
+    "no tokens": (
+        '{"model":"m","revision":"r","dtype":"int8","chunk_tokens":4,'
+        '"layers":[{"kind":"latent","head_dim":4}]}',
+        "must have either `tokens` or `chunk_hashes`",
+    ),
+    "too few tokens": (
+        '{"model":"m","revision":"r","dtype":"int8","chunk_tokens":4,"tokens":[1,2],'
+        '"layers":[{"kind":"latent","head_dim":4}]}',
+        "2 tokens make no whole chunk of 4",
+    ),
+    "short hash": (
+        '{"model":"m","revision":"r","dtype":"int8","chunk_tokens":4,"chunk_hashes":["00ff"],'
+        '"layers":[{"kind":"latent","head_dim":4}]}',
+        "a chunk hash of 2 bytes: must be 16 to 64",
+    ),
+    "not hex": (
+        '{"model":"m","revision":"r","dtype":"int8","chunk_tokens":4,"chunk_hashes":["xx"],'
+        '"layers":[{"kind":"latent","head_dim":4}]}',
+        "chunk_hashes must be hex",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DESCRIPTORS)
+def test_bad_descriptor_files(tmp_path: Path, name: str) -> None:
+    text, words = BAD_DESCRIPTORS[name]
+    path = tmp_path / "bad.json"
+    path.write_text(text, "utf-8")
+    error = kvserve("lookup", str(path), code=1).stderr
+    assert words in error
+    assert str(path) in error or name == "short hash"
+    assert "Traceback" not in error
+
+
+def test_errors_are_one_line_and_name_the_thing(
+    server: ServerProcess, descriptor: Path, tmp_path: Path
+) -> None:
+    payload = tmp_path / "kv.bin"
+    payload.write_bytes(bytes(100))
+    at = ("--server", server.address)
+    wrong_size = kvserve("put", str(descriptor), str(payload), *at, code=1).stderr
+    assert "has 100 bytes; 1 chunks of this layout are 131072" in wrong_size
+    missing = kvserve("put", str(descriptor), str(tmp_path / "none"), *at, code=1).stderr
+    assert "none" in missing
+    assert "Traceback" not in missing
+    nobody = ("--server", "127.0.0.1:9", "--timeout-s", "0.5")
+    unreachable = kvserve("lookup", str(descriptor), *nobody, code=1).stderr
+    assert "127.0.0.1:9" in unreachable
+    assert "must be HOST:PORT" in kvserve("stat", "--server", "nonsense", code=1).stderr
+
+
+BAD_STARTS = {
+    "no root": ([], "store.root is not set"),
+    "root in /proc": (["--root", "/proc/kv"], "mkdir /proc/kv: ENOENT"),
+    "root is a file": (["--root", __file__], "EEXIST"),
+    "unknown setting": (["--root", "{tmp}", "--set", "limits.foo=1"], "limits.foo: Extra inputs"),
+    "unknown section": (["--root", "{tmp}", "--set", "x.y=1"], "x: Extra inputs"),
+    "bad value": (
+        ["--root", "{tmp}", "--set", "store.io_threads=0"],
+        "store.io_threads: Input should be greater than or equal to 1 (got '0')",
+    ),
+    "bad durability": (["--root", "{tmp}", "--set", "store.durability=x"], "store.durability"),
+    "no equals sign": (["--root", "{tmp}", "--set", "limits"], "must be SECTION.KEY=VALUE"),
+    "bad address": (["--root", "{tmp}", "--listen", "nonsense"], "server.listen"),
+    "address taken": (["--root", "{tmp}", "--listen", "{taken}"], "cannot listen on 127.0.0.1:"),
+    "no config file": (["--root", "{tmp}", "--config", "{tmp}/none.toml"], "cannot read config"),
+    "frames larger than messages": (
+        ["--root", "{tmp}", "--set", "limits.frame_size_bytes=16MiB"],
+        "limits.frame_size_bytes must be at least 64 KiB below",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_STARTS)
+def test_a_bad_start_fails_clearly(server: ServerProcess, tmp_path: Path, name: str) -> None:
+    arguments, words = BAD_STARTS[name]
+    filled = [text.format(tmp=tmp_path, taken=server.address) for text in arguments]
+    error = kvserve("serve", *filled, code=1).stderr
+    assert words in error
+    assert "Traceback" not in error
+
+
+def test_a_root_that_may_not_be_written_names_path_uid_and_errno(tmp_path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("needs root, to become somebody else")
+    root = tmp_path / "kv"
+    root.mkdir(mode=0o755)
+    for directory in (tmp_path, *tmp_path.parents):
+        directory.chmod(directory.stat().st_mode | 0o055)
+    script = (
+        "import os, sys; os.setgid(65534); os.setuid(65534);"
+        "sys.argv = ['kvserve', 'serve', '--root', sys.argv[1]];"
+        "from kvserve.cli import main; main()"
+    )
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    # The interpreter and its packages may lie under a home that uid 65534 cannot enter.
+    probe = subprocess.run(
+        [sys.executable, "-c", "import os; os.setuid(65534); import kvserve.cli"],
+        capture_output=True,
+        check=False,
+        env=environment,
+    )
+    if probe.returncode != 0:
+        script = "from kvserve.cli import main; " + script.replace(
+            "from kvserve.cli import main; main()", "main()"
+        )
+    ended = subprocess.run(
+        [sys.executable, "-c", script, str(root)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        env=environment,
+    )
+    assert ended.returncode == 1, ended.stderr
+    assert f"the root {root} cannot be used by uid 65534" in ended.stderr
+    assert "EACCES" in ended.stderr
+
+
+def test_settings_come_from_file_then_options(tmp_path: Path) -> None:
+    config = tmp_path / "kvserve.toml"
+    config.write_text(
+        '[limits]\ntransfers_max = 7\nchunks_max = 9\n[server]\nlog_level = "error"\n'
+    )
+    server = ServerProcess(tmp_path / "kv", settings=("limits.transfers_max=8",), config=config)
+    with server:
+        info = json.loads(kvserve("stat", "--server", server.address, "--json").stdout)
+        assert (info["transfers_max"], info["chunks_max"]) == (8, 9)
+        assert "transfers_max = 8" in server.log(), "effective settings are printed"
+
+
+def test_demo() -> None:
+    shown = json.loads(kvserve("demo", "--tokens", "256", "--json").stdout)
+    assert shown["is_good"]
+    assert shown["chunks"] == 4
+    assert (shown["store_requests"], shown["fetch_requests"]) == (1, 1)
+    assert len(shown["stored_at_s"]) == len(shown["fetched_at_s"]) == 32
+    people = kvserve("demo", "--tokens", "64").stdout
+    assert "fetch: 1 request (not 32)" in people

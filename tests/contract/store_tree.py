@@ -1,0 +1,164 @@
+"""A store on a real tree, in short words for what tests do to it; a file system that fails."""
+
+import os
+from pathlib import Path
+from random import Random
+
+from kvserve.errors import StorageError, StorageUnavailable
+from kvserve.format.chunk_file import checksum
+from kvserve.fs import FileSystem, PosixFileSystem
+from kvserve.model import ChunkStatus, Descriptor, Verdict
+from kvserve.store.chunk_store import ChunkLocations, ChunkStore
+from kvserve.store.open_chunks import OpenChunk
+from kvserve.store.publish import ChunkWriter
+from tests.unit.samples import HYBRID, descriptor_of, slice_of
+
+SIZES = HYBRID.slice_sizes
+HIT = Verdict(ChunkStatus.HIT)
+ABSENT = Verdict(ChunkStatus.MISS_ABSENT)
+
+
+class Tree:
+    """A store on `root` and one descriptor's chunks, with short words for what tests do."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        fs: FileSystem | None = None,
+        chunks: int = 5,
+        open_files_max: int = 64,
+        survives_power_loss: bool = False,
+    ) -> None:
+        self.root = root
+        self.fs = fs or PosixFileSystem()
+        self.store = ChunkStore(
+            self.fs,
+            str(root),
+            open_files_max=open_files_max,
+            survives_power_loss=survives_power_loss,
+            random=Random(5),
+        )
+        self.descriptor: Descriptor = descriptor_of(chunks, HYBRID)
+        self.where: ChunkLocations = self.store.locate(self.descriptor)
+
+    def file(self, index: int) -> Path:
+        return Path(self.where.path(index))
+
+    def files(self) -> list[str]:
+        """Every file under the root, dot names too, directories not."""
+        return sorted(
+            str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file()
+        )
+
+    def begin(self, index: int, layers: range = range(len(SIZES))) -> ChunkWriter:
+        writer = self.store.writer(self.where, index)
+        writer.open_blocking()
+        for layer in layers:
+            writer.write_blocking(layer, 0, memoryview(slice_of(layer, index, SIZES[layer])))
+        return writer
+
+    def sums(self, index: int) -> list[int]:
+        return [checksum(slice_of(layer, index, size)) for layer, size in enumerate(SIZES)]
+
+    def write_whole(self, writer: ChunkWriter, index: int) -> None:
+        writer.open_blocking()
+        for layer, size in enumerate(SIZES):
+            writer.write_blocking(layer, 0, memoryview(slice_of(layer, index, size)))
+        writer.commit_blocking(self.sums(index))
+
+    def put(self, *indexes: int) -> None:
+        for index in indexes:
+            self.begin(index).commit_blocking(self.sums(index))
+
+    def status(self, index: int) -> Verdict:
+        return self.store.status_blocking(self.where, index)
+
+    def open(self, index: int) -> OpenChunk | Verdict:
+        return self.store.open_blocking(self.where, index)
+
+    def opened(self, index: int) -> OpenChunk:
+        found = self.open(index)
+        assert isinstance(found, OpenChunk), found
+        return found
+
+    def read_open(self, chunk: OpenChunk, layer: int) -> bytes | Verdict:
+        """One slice as a transfer gets it: verified, or why not."""
+        buffer = bytearray(SIZES[layer])
+        fault = self.store.read_blocking(chunk, layer, 0, memoryview(buffer))
+        if fault is not None:
+            return fault
+        if checksum(buffer) != chunk.checksums[layer]:
+            return Verdict(ChunkStatus.MISS_CORRUPT, "checksum")
+        return bytes(buffer)
+
+    def read(self, index: int) -> list[bytes] | Verdict:
+        """Every slice of a chunk, or the first reason why not."""
+        chunk = self.open(index)
+        if isinstance(chunk, Verdict):
+            return chunk
+        try:
+            slices = []
+            for layer in range(len(SIZES)):
+                found = self.read_open(chunk, layer)
+                if isinstance(found, Verdict):
+                    return found
+                slices.append(found)
+            return slices
+        finally:
+            self.store.open_chunks.release(chunk)
+
+    def is_whole(self, index: int) -> bool:
+        return self.read(index) == [
+            slice_of(layer, index, size) for layer, size in enumerate(SIZES)
+        ]
+
+    def quarantined(self) -> list[str]:
+        return [name for name in self.files() if name.startswith(".quarantine/")]
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+class FaultyFileSystem(PosixFileSystem):
+    """The real one, whose `n`-th call that changes something fails; `calls` counts them."""
+
+    def __init__(self, fails_at: int = 0, error: StorageError | None = None) -> None:
+        super().__init__()
+        self.fails_at = fails_at
+        self.error = error or StorageUnavailable("EIO")
+        self.calls: list[str] = []
+
+    def _count(self, verb: str) -> None:
+        self.calls.append(verb)
+        if len(self.calls) == self.fails_at:
+            raise self.error
+
+    def create(self, path: str) -> int | None:
+        self._count("create")
+        return super().create(path)
+
+    def make_dirs(self, path: str) -> None:
+        self._count("make_dirs")
+        super().make_dirs(path)
+
+    def open_write(self, path: str) -> int:
+        self._count("open_write")
+        return super().open_write(path)
+
+    def write_all(self, fd: int, data: bytes | memoryview, offset: int) -> None:
+        self._count("write_all")
+        super().write_all(fd, data, offset)
+
+    def sync(self, fd: int) -> None:
+        self._count("sync")
+        super().sync(fd)
+
+    def close(self, fd: int) -> None:
+        super().close(fd)  # Linux closes also when it reports an error
+        self._count("close")
+
+    def rename(self, source: str, target: str) -> None:
+        self._count("rename")
+        super().rename(source, target)

@@ -1,0 +1,315 @@
+"""The server's side of one fetch: frames in order, verified, bounded, and quiet at its end."""
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvserve.format.chunk_file import checksum
+from kvserve.format.frames import FrameHeader
+from kvserve.model import ChunkStatus, Verdict
+from kvserve.transfer.fetch_pump import FetchPump
+from tests.unit.samples import HYBRID, frames_of, slice_of
+
+LAYERS = range(HYBRID.layer_count)
+
+
+@dataclass
+class Chunk:
+    """One stored chunk in memory."""
+
+    index: int
+    slices: list[bytearray]
+    checksums: tuple[int, ...]
+
+
+def stored(index: int) -> Chunk:
+    slices = [bytearray(slice_of(layer, index, HYBRID.slice_sizes[layer])) for layer in LAYERS]
+    return Chunk(index, slices, tuple(checksum(data) for data in slices))
+
+
+@dataclass
+class MemorySource:
+    """Slices from memory; what is not `is_cached` is read on a thread, once its gate is open.
+
+    `gates` are by chunk; chunks without one have `gate`.
+    """
+
+    is_cached: bool = True
+    faults: dict[tuple[int, int], Verdict] = field(default_factory=dict)
+    rejected: list[int] = field(default_factory=list)
+    gate: threading.Event = field(default_factory=threading.Event)
+    gates: dict[int, threading.Event] = field(default_factory=dict)
+    running: int = 0
+
+    def __post_init__(self) -> None:
+        self.lock = threading.Lock()
+        self.gate.set()
+
+    def read_cached(self, chunk: Chunk, layer: int, offset: int, into: memoryview) -> bool:
+        if not self.is_cached or (layer, chunk.index) in self.faults:
+            return False
+        into[:] = chunk.slices[layer][offset : offset + len(into)]
+        return True
+
+    def read_blocking(
+        self, chunk: Chunk, layer: int, offset: int, into: memoryview
+    ) -> Verdict | None:
+        with self.lock:
+            self.running += 1
+        assert self.gates.get(chunk.index, self.gate).wait(10)
+        into[:] = chunk.slices[layer][offset : offset + len(into)]
+        with self.lock:
+            self.running -= 1
+        return self.faults.get((layer, chunk.index))
+
+    def reject_blocking(self, chunk: Chunk) -> None:
+        self.rejected.append(chunk.index)
+
+
+@dataclass
+class Frame:
+    header: FrameHeader
+    payload: memoryview
+
+
+class RecordingPlane:
+    """Keeps what a client would get; `open_frames` are made and not sent yet."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[FrameHeader, bytes]] = []
+        self.misses: list[tuple[int, Verdict]] = []
+        self.open_frames = 0
+        self.open_frames_max = 0
+
+    async def head(self, verdicts: list[Verdict]) -> None:
+        raise AssertionError("the service sends the head")
+
+    def new_frame(self, header: FrameHeader, payload_size_bytes: int) -> Frame:
+        self.open_frames += 1
+        self.open_frames_max = max(self.open_frames_max, self.open_frames)
+        return Frame(header, memoryview(bytearray(payload_size_bytes)))
+
+    async def send(self, frame: Frame) -> None:  # type: ignore[override]
+        self.open_frames -= 1
+        self.sent.append((frame.header, bytes(frame.payload)))
+        await asyncio.sleep(0)
+
+    async def miss(self, chunk_index: int, verdict: Verdict) -> None:
+        self.misses.append((chunk_index, verdict))
+
+    def slices(self) -> dict[tuple[int, int], bytes]:
+        """What landed, by layer and chunk, put together from whole slices and pieces."""
+        found: dict[tuple[int, int], bytearray] = {}
+        for header, payload in self.sent:
+            size = HYBRID.slice_sizes[header.layer_index]
+            if header.slice_offset or len(payload) < size:
+                at = found.setdefault((header.layer_index, header.first_chunk), bytearray())
+                assert len(at) == header.slice_offset
+                at += payload
+                continue
+            for position in range(len(payload) // size):
+                key = (header.layer_index, header.first_chunk + position)
+                assert key not in found, "a slice was sent twice"
+                found[key] = bytearray(payload[position * size :][:size])
+        return {key: bytes(data) for key, data in found.items()}
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def pump_of(
+    source: MemorySource,
+    plane: RecordingPlane,
+    threads: ThreadPoolExecutor,
+    chunks: Sequence[Chunk | None],
+    *,
+    frame_size_bytes: int = 1 << 20,
+    frames_in_flight: int = 4,
+) -> FetchPump[Chunk]:
+    return FetchPump(
+        source,
+        threads,
+        plane,  # type: ignore[arg-type]
+        layout=HYBRID,
+        chunks=chunks,
+        frame_size_bytes=frame_size_bytes,
+        frames_in_flight=frames_in_flight,
+    )
+
+
+def whole(chunks: Sequence[int], layers: Sequence[int] = LAYERS) -> dict[tuple[int, int], bytes]:
+    return {
+        (layer, chunk): slice_of(layer, chunk, HYBRID.slice_sizes[layer])
+        for layer in layers
+        for chunk in chunks
+    }
+
+
+@pytest.mark.parametrize("is_cached", [True, False], ids=["cached", "from disk"])
+@pytest.mark.parametrize("frame_size_bytes", [7, 100, 256, 600, 1 << 20])
+async def test_frames_are_those_of_the_plan_in_the_order_asked_for(
+    threads: ThreadPoolExecutor, is_cached: bool, frame_size_bytes: int
+) -> None:
+    chunks = [stored(0), None, stored(2), stored(3)]
+    plane = RecordingPlane()
+    pump = pump_of(
+        MemorySource(is_cached), plane, threads, chunks, frame_size_bytes=frame_size_bytes
+    )
+    await pump.run([2, 0, 1])
+    wanted = [
+        (header, bytes(payload))
+        for layer in (2, 0, 1)
+        for header, payload in frames_of(
+            HYBRID, layer, [0, 2, 3], frame_size_bytes=frame_size_bytes
+        )
+    ]
+    assert plane.sent == wanted
+    assert plane.misses == []
+    assert pump.faults == {}
+
+
+async def test_no_chunks_no_frames(threads: ThreadPoolExecutor) -> None:
+    plane = RecordingPlane()
+    await pump_of(MemorySource(), plane, threads, [None, None]).run([0, 1, 2])
+    assert plane.sent == []
+
+
+class TestBadSlices:
+    @pytest.mark.parametrize("is_cached", [True, False], ids=["cached", "from disk"])
+    @pytest.mark.parametrize("frame_size_bytes", [60, 256, 1 << 20])
+    @pytest.mark.parametrize("bad_layer", LAYERS)
+    async def test_a_rotten_slice_takes_its_chunk_out_and_nobody_else(
+        self, threads: ThreadPoolExecutor, is_cached: bool, frame_size_bytes: int, bad_layer: int
+    ) -> None:
+        """T5: never sent as good, reported once, set aside once; the others go on."""
+        chunks = [stored(index) for index in range(4)]
+        chunks[1].slices[bad_layer][-1] ^= 1
+        source, plane = MemorySource(is_cached), RecordingPlane()
+        pump = pump_of(source, plane, threads, chunks, frame_size_bytes=frame_size_bytes)
+        await pump.run(LAYERS)
+        verdict = Verdict(ChunkStatus.MISS_CORRUPT, f"checksum of layer {bad_layer} does not match")
+        assert plane.misses == [(1, verdict)]
+        assert pump.faults == {1: verdict}
+        assert source.rejected == [1]
+        landed = plane.slices()
+        before = {
+            key: data
+            for key, data in landed.items()
+            if key[1] == 1 and key[0] != bad_layer and len(data) == HYBRID.slice_sizes[key[0]]
+        }
+        assert {key: landed[key] for key in landed if key[1] != 1} == whole([0, 2, 3])
+        assert before == whole([1], range(bad_layer)), "good slices came before, none after"
+
+    async def test_all_chunks_bad_ends_the_fetch_quietly(self, threads: ThreadPoolExecutor) -> None:
+        chunks = [stored(index) for index in range(3)]
+        for chunk in chunks:
+            chunk.slices[0][0] ^= 1
+        source, plane = MemorySource(), RecordingPlane()
+        await pump_of(source, plane, threads, chunks).run(LAYERS)
+        assert plane.sent == []
+        assert [index for index, _ in plane.misses] == [0, 1, 2]
+
+    async def test_a_read_error_is_a_miss_and_no_reason_to_set_the_file_aside(
+        self, threads: ThreadPoolExecutor
+    ) -> None:
+        error = Verdict(ChunkStatus.MISS_ERROR, "read 7: EIO")
+        source, plane = MemorySource(faults={(1, 2): error}), RecordingPlane()
+        await pump_of(source, plane, threads, [stored(index) for index in range(4)]).run(LAYERS)
+        assert plane.misses == [(2, error)]
+        assert source.rejected == []
+        assert {k: v for k, v in plane.slices().items() if k[1] != 2} == whole([0, 1, 3])
+
+    async def test_a_short_read_is_corrupt_and_set_aside(self, threads: ThreadPoolExecutor) -> None:
+        short = Verdict(ChunkStatus.MISS_CORRUPT, "layer 0 is cut short")
+        source, plane = MemorySource(faults={(0, 0): short}), RecordingPlane()
+        await pump_of(source, plane, threads, [stored(0), stored(1)]).run(LAYERS)
+        assert plane.misses == [(0, short)]
+        assert source.rejected == [0]
+        assert plane.slices() == whole([1])
+
+
+class TestBounds:
+    async def test_memory_is_bounded_by_the_frames_in_flight(
+        self, threads: ThreadPoolExecutor
+    ) -> None:
+        plane = RecordingPlane()
+        pump = pump_of(
+            MemorySource(is_cached=False),
+            plane,
+            threads,
+            [stored(index) for index in range(30)],
+            frame_size_bytes=300,
+            frames_in_flight=3,
+        )
+        await pump.run(LAYERS)
+        assert plane.open_frames_max <= 3
+        assert plane.slices() == whole(range(30))
+
+    async def test_reads_of_a_slow_disk_overlap(self, threads: ThreadPoolExecutor) -> None:
+        """As many as there may be frames in flight, and no more."""
+        source, plane = MemorySource(is_cached=False), RecordingPlane()
+        source.gate.clear()
+        chunks = [stored(index) for index in range(10)]
+        pump = pump_of(source, plane, threads, chunks, frame_size_bytes=256, frames_in_flight=3)
+        task = asyncio.create_task(pump.run([0]))
+        while source.running < 3:
+            await asyncio.sleep(0)
+        assert (source.running, plane.open_frames) == (3, 3)
+        source.gate.set()
+        await task
+        assert [header.first_chunk for header, _ in plane.sent] == list(range(10))
+
+
+async def still_running(task: "asyncio.Task[None]") -> None:
+    done, _ = await asyncio.wait([task], timeout=0.05)
+    assert not done, "it ended while a thread still reads"
+
+
+class TestEnds:
+    async def test_a_cancelled_fetch_ends_only_when_no_thread_reads(
+        self, threads: ThreadPoolExecutor
+    ) -> None:
+        """Threads fill frames and use descriptors that are given back when `run` returns."""
+        source = MemorySource(is_cached=False, gates={0: threading.Event()})
+        source.gate.clear()
+        chunks = [stored(index) for index in range(10)]
+        pump = pump_of(source, RecordingPlane(), threads, chunks, frame_size_bytes=256)
+        task = asyncio.create_task(pump.run(LAYERS))
+        while source.running < 4:
+            await asyncio.sleep(0)
+        task.cancel()
+        await still_running(task)
+        source.gates[0].set()
+        await still_running(task)
+        source.gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert source.running == 0
+
+    async def test_a_client_that_went_away_ends_it_the_same_way(
+        self, threads: ThreadPoolExecutor
+    ) -> None:
+        class Gone(RecordingPlane):
+            async def send(self, frame: Frame) -> None:  # type: ignore[override]
+                raise ConnectionError("the client went away")
+
+        source = MemorySource(is_cached=False, gates={0: threading.Event()})
+        source.gate.clear()
+        chunks = [stored(index) for index in range(10)]
+        pump = pump_of(source, Gone(), threads, chunks, frame_size_bytes=256)
+        task = asyncio.create_task(pump.run(LAYERS))
+        while source.running < 4:
+            await asyncio.sleep(0)
+        source.gates[0].set()
+        await still_running(task)
+        source.gate.set()
+        with pytest.raises(ConnectionError):
+            await task
+        assert source.running == 0

@@ -1,0 +1,201 @@
+"""The server's side of one store: written, reported in order; one failure costs one chunk."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvserve.errors import InvalidRequest, Overloaded, StorageFull, StorageUnavailable
+from kvserve.format.chunk_file import checksum
+from kvserve.format.frames import FrameHeader
+from kvserve.model import ChunkStatus, Verdict
+from kvserve.transfer.store_pump import StorePump, failure_verdict
+from kvserve.transfer.store_session import StoreSession
+from tests.unit.samples import SMALL, frames_of, slice_of
+
+NEEDED = [1, 2, 5]
+STORED = Verdict(ChunkStatus.STORED)
+
+
+class MemorySink:
+    """One chunk's slices in memory; writes wait for `gate` and raise `error` if it is set."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        self.gate = gate
+        self.slices = [bytearray(size) for size in SMALL.slice_sizes]
+        self.committed: list[int] | None = None
+        self.error: Exception | None = None
+        self.commit_error: Exception | None = None
+        self.writes = 0
+
+    def write_blocking(self, layer_index: int, slice_offset: int, data: memoryview) -> None:
+        assert self.gate.wait(10)
+        self.writes += 1
+        if self.error is not None:
+            raise self.error
+        self.slices[layer_index][slice_offset : slice_offset + len(data)] = data
+
+    def commit_blocking(self, slice_checksums: list[int]) -> None:
+        if self.commit_error is not None:
+            raise self.commit_error
+        self.committed = slice_checksums
+
+    def is_whole(self, index: int) -> bool:
+        wanted = [slice_of(layer, index, size) for layer, size in enumerate(SMALL.slice_sizes)]
+        return self.slices == wanted and self.committed == [checksum(data) for data in wanted]
+
+
+class Store:
+    """A pump over sinks in memory; `stored_layers` is what the client was told."""
+
+    def __init__(self, threads: ThreadPoolExecutor, frames_in_flight: int = 4) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.sinks = {index: MemorySink(self.gate) for index in NEEDED}
+        self.stored_layers: list[int] = []
+        self.pump = StorePump(
+            StoreSession(SMALL, NEEDED),
+            self.sinks,
+            threads,
+            layer_stored=self._layer_stored,
+            frames_in_flight=frames_in_flight,
+        )
+
+    async def _layer_stored(self, layer_index: int) -> None:
+        self.stored_layers.append(layer_index)
+
+    async def send(self, layer_index: int, frame_size_bytes: int = 1 << 20) -> None:
+        for header, payload in frames_of(
+            SMALL, layer_index, NEEDED, frame_size_bytes=frame_size_bytes
+        ):
+            await self.pump.feed(header, payload)
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("frame_size_bytes", [50, 256, 1 << 20])
+async def test_what_was_sent_is_written_and_published(
+    threads: ThreadPoolExecutor, frame_size_bytes: int
+) -> None:
+    store = Store(threads)
+    for layer_index in (1, 0):
+        await store.send(layer_index, frame_size_bytes)
+    await store.pump.finish()
+    await store.pump.close()
+    assert all(store.sinks[index].is_whole(index) for index in NEEDED)
+    assert store.pump.verdicts == dict.fromkeys(NEEDED, STORED)
+    assert store.stored_layers == [1, 0]
+
+
+async def test_a_layer_is_reported_when_its_last_byte_is_written_and_not_before(
+    threads: ThreadPoolExecutor,
+) -> None:
+    store = Store(threads)
+    store.gate.clear()
+    await store.send(0)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert store.stored_layers == []
+    store.gate.set()
+    while not store.stored_layers:
+        await asyncio.sleep(0)
+    assert store.stored_layers == [0], "without the next layer being sent"
+    assert all(sink.committed is None for sink in store.sinks.values()), "written, not published"
+    await store.pump.close()
+
+
+async def test_a_slow_disk_holds_the_client_back(threads: ThreadPoolExecutor) -> None:
+    """At most `frames_in_flight` frames are in memory; then `feed` waits."""
+    store = Store(threads, frames_in_flight=2)
+    store.gate.clear()
+    sending = asyncio.create_task(store.send(0, frame_size_bytes=256))
+    done, _ = await asyncio.wait([sending], timeout=0.05)
+    assert not done, "three frames, room for two"
+    store.gate.set()
+    await sending
+    await store.pump.finish()
+    await store.pump.close()
+    assert store.stored_layers == [0]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (StorageFull("write 5: ENOSPC"), ChunkStatus.NO_SPACE),
+        (StorageUnavailable("write 5: EIO"), ChunkStatus.STORE_ERROR),
+        (Overloaded("out of file descriptors"), ChunkStatus.STORE_ERROR),
+    ],
+)
+async def test_a_chunk_that_cannot_be_written_does_not_take_the_others_with_it(
+    threads: ThreadPoolExecutor, error: Exception, status: ChunkStatus
+) -> None:
+    """T4, D3: no space for one chunk; the rest is stored."""
+    store = Store(threads)
+    store.sinks[2].error = error
+    for layer_index in (0, 1):
+        await store.send(layer_index)
+    await store.pump.finish()
+    await store.pump.close()
+    assert store.pump.verdicts == {1: STORED, 2: Verdict(status, str(error)), 5: STORED}
+    assert store.sinks[2].committed is None
+    assert store.sinks[2].writes == 1, "what failed once is not tried again"
+    assert store.sinks[1].is_whole(1)
+    assert store.sinks[5].is_whole(5)
+
+
+async def test_a_commit_that_fails_is_that_chunks_verdict(threads: ThreadPoolExecutor) -> None:
+    store = Store(threads)
+    store.sinks[5].commit_error = StorageFull("close 9: EDQUOT")
+    for layer_index in (0, 1):
+        await store.send(layer_index)
+    await store.pump.finish()
+    await store.pump.close()
+    assert store.pump.verdicts[5] == Verdict(ChunkStatus.NO_SPACE, "close 9: EDQUOT")
+    assert store.pump.verdicts[1] == store.pump.verdicts[2] == STORED
+
+
+async def test_ending_early_publishes_nothing(threads: ThreadPoolExecutor) -> None:
+    store = Store(threads)
+    await store.send(0)
+    await store.pump.finish()
+    await store.pump.close()
+    assert all(sink.committed is None for sink in store.sinks.values())
+    for index in NEEDED:
+        verdict = store.pump.verdicts[index]
+        assert verdict.status is ChunkStatus.INCOMPLETE
+        assert "the client ended early: <StoreSession 1/2 layers" in verdict.message
+
+
+async def test_a_broken_rule_ends_it_before_anything_is_written(
+    threads: ThreadPoolExecutor,
+) -> None:
+    store = Store(threads)
+    with pytest.raises(InvalidRequest, match="layer 7 is out of range"):
+        await store.pump.feed(FrameHeader(7, 1, 0, b""), memoryview(b"x"))
+    await store.pump.close()
+    assert all(sink.writes == 0 for sink in store.sinks.values())
+
+
+async def test_close_waits_for_the_threads(threads: ThreadPoolExecutor) -> None:
+    """B6: the writers and the frames' memory are the caller's again only then."""
+    store = Store(threads)
+    store.gate.clear()
+    await store.send(0)
+    closing = asyncio.create_task(store.pump.close())
+    done, _ = await asyncio.wait([closing], timeout=0.05)
+    assert not done, "a write is still running"
+    store.gate.set()
+    await closing
+    assert all(sink.writes == 1 for sink in store.sinks.values())
+    assert store.stored_layers == [], "nobody is told any more"
+
+
+def test_reasons_of_failures() -> None:
+    assert failure_verdict(StorageFull("x")) == Verdict(ChunkStatus.NO_SPACE, "x")
+    assert failure_verdict(StorageUnavailable("x")) == Verdict(ChunkStatus.STORE_ERROR, "x")
