@@ -4,18 +4,19 @@ The only reader of configuration files. Defaults live here and nowhere else: the
 and `deploy/kvserve.example.toml` are rendered from them, and a test compares.
 """
 
+import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator
 
 from kvserve.errors import InvalidRequest
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
 
 
 class ServerConfig(_Section):
@@ -26,6 +27,15 @@ class ServerConfig(_Section):
         pattern=r"^(unix:.+|.+:\d{1,5})$",
         description="Address of the gRPC service: HOST:PORT, [V6]:PORT or unix:PATH.",
     )
+
+    @field_validator("listen")
+    @classmethod
+    def _port_exists(cls, listen: str) -> str:
+        port = listen.rpartition(":")[2]
+        if not listen.startswith("unix:") and int(port) > 65_535:
+            raise ValueError(f"port {port} is above 65535")
+        return listen
+
     drain_timeout_s: float = Field(
         30.0, ge=0, le=3600, description="How long SIGTERM waits for open transfers, seconds."
     )
@@ -89,8 +99,9 @@ def load_config(path: Path | None, overrides: Mapping[str, Mapping[str, Any]]) -
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise InvalidRequest(f"cannot read config {path}: {error}") from error
     for section, entries in overrides.items():
-        base = values.get(section, {})
-        values[section] = {**base, **entries} if isinstance(base, dict) else entries
+        base = values.setdefault(section, {})
+        if isinstance(base, dict):
+            values[section] = {**base, **entries}
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
@@ -101,9 +112,18 @@ def load_config(path: Path | None, overrides: Mapping[str, Mapping[str, Any]]) -
         raise InvalidRequest(f"invalid settings in {source}:\n" + "\n".join(lines)) from error
     if config.limits.frame_size_bytes + (64 << 10) > config.limits.message_size_bytes_max:
         raise InvalidRequest(
-            "limits.frame_size_bytes must be at least 64 KiB below limits.message_size_bytes_max"
+            f"invalid settings in {source}:\n  limits.frame_size_bytes must be at least 64 KiB "
+            "below limits.message_size_bytes_max"
         )
     return config
+
+
+def parse_value(text: str) -> Any:
+    """A value from the command line as TOML would read it; what is no TOML value is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
 
 
 def render_toml(config: Config, *, with_comments: bool) -> str:
@@ -116,7 +136,8 @@ def render_toml(config: Config, *, with_comments: bool) -> str:
             if with_comments:
                 lines.append(f"# {field.description}")
             value = getattr(section, key)
-            text = f'"{value}"' if isinstance(value, str) else str(value)
+            # JSON's strings are TOML's basic strings.
+            text = json.dumps(value) if isinstance(value, str) else str(value)
             lines.append(f"{key} = {text}")
         lines.append("")
     return "\n".join(lines)

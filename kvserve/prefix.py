@@ -35,7 +35,7 @@ def chunk_hashes(
     if chunk_tokens < 1:
         raise InvalidRequest(f"chunk_tokens must be at least 1, got {chunk_tokens}")
     try:
-        tokens = array("I", token_ids)
+        tokens = array("I", iter(token_ids))
     except (OverflowError, TypeError) as error:
         raise InvalidRequest(f"token_ids must be integers from 0 to 2**32 - 1: {error}") from error
     if sys.byteorder == "big":

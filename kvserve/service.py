@@ -188,9 +188,12 @@ class Service:
             return
         reason = await self._run(self._store.explain_miss_blocking, descriptor.key(0))
         if reason:
+            absent = ChunkStatus.MISS_ABSENT
             verdicts[:] = [
-                Verdict(ChunkStatus.MISS_IDENTITY, reason if index == 0 else "")
-                for index in range(len(verdicts))
+                Verdict(ChunkStatus.MISS_IDENTITY, "" if index else reason)
+                if verdict.status is absent
+                else verdict
+                for index, verdict in enumerate(verdicts)
             ]
 
     @contextmanager

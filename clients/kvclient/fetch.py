@@ -133,6 +133,9 @@ class FetchHandle(Handle):
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
+    def _is_finished(self) -> bool:
+        return self._session.is_finished
+
     def _is_whole(self) -> bool:
         return self._session.is_finished and self._result().is_whole
 

@@ -33,7 +33,10 @@ class FetchSession:
         self._placement = placement
         self._verifier = SliceVerifier()
         self._done = 0
+        # Good so far; what the server sends (it cannot know what failed here); of that, what is to
+        # come in this layer.
         self._hits: set[int] = set()
+        self._coming: set[int] = set()
         self._outstanding: set[int] = set()
         # In one layer slices come in chunk order, each from its first byte to its last.
         self._chunk_at = 0
@@ -52,15 +55,17 @@ class FetchSession:
         self._hits = {
             index for index, verdict in enumerate(verdicts) if verdict.status is ChunkStatus.HIT
         }
+        self._coming = set(self._hits)
         self._outstanding = set(self._hits)
         return self._completed()
 
     def miss(self, chunk_index: int, verdict: Verdict) -> list[LayerEvent]:
-        if chunk_index not in self._hits:
+        if chunk_index not in self._coming:
             raise ServerFault(f"the server reports chunk {chunk_index} as a miss, it was no hit")
-        self.verdicts[chunk_index] = verdict
-        self._hits.discard(chunk_index)
-        self._outstanding.discard(chunk_index)
+        if chunk_index in self._hits:
+            self.verdicts[chunk_index] = verdict
+        for chunks in (self._hits, self._coming, self._outstanding):
+            chunks.discard(chunk_index)
         if self._chunk_at == chunk_index:
             self._offset_at = 0
         return self._completed()
@@ -74,10 +79,16 @@ class FetchSession:
             raise ServerFault(f"layer {header.layer_index} came, layer {layer_index} was next")
         size = self._descriptor.layout.slice_sizes[layer_index]
         chunk_index, offset = header.first_chunk, header.slice_offset
-        if offset != self._offset_at or chunk_index < self._chunk_at:
+        continues = offset == self._offset_at and (not offset or chunk_index == self._chunk_at)
+        if not continues or chunk_index < self._chunk_at:
             raise ServerFault(
                 f"layer {layer_index}: chunk {chunk_index} at byte {offset} came, chunk "
                 f"{self._chunk_at} at byte {self._offset_at} was next"
+            )
+        if offset + len(payload) > size and (offset or len(payload) % size):
+            raise ServerFault(
+                f"layer {layer_index}: {len(payload)} bytes at byte {offset} are neither a piece "
+                f"of a slice of {size} bytes nor whole slices"
             )
         bad = self._verify(header, payload, size)
         self._land(layer_index, chunk_index, offset, size, payload)
@@ -94,10 +105,8 @@ class FetchSession:
         while at < len(payload):
             part = payload[at : at + size - offset]
             ends = offset + len(part) == size
-            # A hit that failed here before still comes, the server cannot know: it does not count.
-            is_unexpected = chunk_index in self._hits or chunk_index >= len(self.verdicts)
-            if chunk_index not in self._outstanding and is_unexpected:
-                raise ServerFault(f"chunk {chunk_index} came twice or is not in the descriptor")
+            if chunk_index not in self._outstanding:
+                raise ServerFault(f"chunk {chunk_index} came twice, as a miss, or is not asked for")
             expected = int.from_bytes(header.checksums[8 * ended : 8 * ended + 8], "little")
             is_good = self._verifier.check(
                 part, slice_offset=offset, ends_slice=ends, expected=expected
@@ -134,6 +143,6 @@ class FetchSession:
             missing = tuple(index for index in range(len(self.verdicts)) if index not in self._hits)
             events.append(LayerEvent(self._layers[self._done], missing))
             self._done += 1
-            self._outstanding = set(self._hits)
+            self._outstanding = set(self._coming)
             self._chunk_at = self._offset_at = 0
         return events

@@ -56,7 +56,8 @@ class Handle:
         if task is None:
             self._end(TransferCancelled("cancelled before it was posted"))
             return
-        task.cancel()
+        if not self._is_finished():
+            task.cancel()
         await asyncio.wait([task])
 
     async def __aenter__(self) -> Self:
@@ -120,6 +121,10 @@ class Handle:
 
     def _is_whole(self) -> bool:
         """Every byte of every chunk has arrived and is good."""
+        raise NotImplementedError
+
+    def _is_finished(self) -> bool:
+        """Everything has come and only the end of the rpc is awaited: nothing left to cancel."""
         raise NotImplementedError
 
     def _wake(self) -> None:

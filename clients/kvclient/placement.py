@@ -91,9 +91,9 @@ class Paged:
                     f"{descriptor.chunk_count} slices of {sizes[layer_index]} bytes"
                 )
             size = sizes[layer_index] // a_chunk if blocks else 0
-            _check_blocks(layer_index, blocks, size, self.region.size_bytes)
             self._blocks.append(blocks)
             self._block_sizes.append(size)
+        _check_blocks(self._blocks, self._block_sizes, self.region.size_bytes)
         self._chunk_count = descriptor.chunk_count
 
     def views(
@@ -114,17 +114,24 @@ class Paged:
         return found
 
 
-def _check_blocks(layer_index: int, blocks: list[int], size: int, region_size: int) -> None:
-    ordered = sorted(blocks)
-    if ordered and (ordered[0] < 0 or ordered[-1] + size > region_size):
-        raise InvalidRequest(
-            f"layer {layer_index}: blocks of {size} bytes at {ordered[0]} to {ordered[-1]} leave "
-            f"the region of {region_size} bytes"
-        )
-    for one, other in pairwise(ordered):
+def _check_blocks(blocks: list[list[int]], sizes: list[int], region_size: int) -> None:
+    """Every block inside the region, no two on the same bytes."""
+    ordered = sorted(
+        (address, sizes[layer_index], layer_index)
+        for layer_index, of_layer in enumerate(blocks)
+        for address in of_layer
+    )
+    for address, size, layer_index in ordered:
+        if address < 0 or address + size > region_size:
+            raise InvalidRequest(
+                f"layer {layer_index}: the block of {size} bytes at {address} leaves the region of "
+                f"{region_size} bytes"
+            )
+    for (one, size, layer_index), (other, _, other_layer) in pairwise(ordered):
         if one + size > other:
             raise InvalidRequest(
-                f"layer {layer_index}: blocks of {size} bytes at {one} and {other} overlap"
+                f"blocks overlap: {size} bytes at {one} (layer {layer_index}) and at {other} "
+                f"(layer {other_layer})"
             )
 
 

@@ -179,6 +179,9 @@ class StoreHandle(Handle):
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
+    def _is_finished(self) -> bool:
+        return bool(self._verdicts)
+
     def _is_whole(self) -> bool:
         return bool(self._verdicts) and StoreResult(self._verdicts).is_whole
 

@@ -14,10 +14,10 @@ Instead of `tokens`, `chunk_hashes` gives the engine's own hashes in hex.
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvserve.errors import InvalidRequest
-from kvserve.model import Descriptor, LayerKind, LayerSpec, Layout, ModelIdentity, Shard
+from kvserve.model import LAYERS_MAX, Descriptor, LayerKind, LayerSpec, Layout, ModelIdentity, Shard
 from kvserve.prefix import chunk_hashes
 
 _SIZE_BYTES_MAX = 64 << 20
@@ -29,7 +29,7 @@ class _Entry(BaseModel):
 
 class _Layers(_Entry):
     kind: Literal["attention", "latent", "opaque"]
-    count: int = 1
+    count: int = Field(1, ge=1, le=LAYERS_MAX)
     kv_heads: int = 0
     head_dim: int = 0
     opaque_bytes: int = 0
@@ -64,6 +64,13 @@ def read_descriptor(path: Path) -> Descriptor:
     except ValidationError as error:
         lines = [f"  {'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}" for e in error.errors()]
         raise InvalidRequest(f"{path} is no descriptor:\n" + "\n".join(lines)) from error
+    try:
+        return _build(content)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{path}: {error}") from error
+
+
+def _build(content: _File) -> Descriptor:
     layers: list[LayerSpec] = []
     for run in content.layers:
         spec = LayerSpec(LayerKind[run.kind.upper()], run.kv_heads, run.head_dim, run.opaque_bytes)
@@ -73,28 +80,28 @@ def read_descriptor(path: Path) -> Descriptor:
         identity=ModelIdentity(
             content.model, content.revision, layout, content.adapter, content.salt
         ),
-        chunk_hashes=_hashes(path, content),
+        chunk_hashes=_hashes(content),
         tenant=content.tenant,
         shard=Shard(content.shard_rank, content.shard_count),
         layer_order=tuple(content.layer_order),
     )
 
 
-def _hashes(path: Path, content: _File) -> tuple[bytes, ...]:
+def _hashes(content: _File) -> tuple[bytes, ...]:
     if (content.tokens is None) == (content.chunk_hashes is None):
-        raise InvalidRequest(f"{path} must have either `tokens` or `chunk_hashes`")
+        raise InvalidRequest("must have either `tokens` or `chunk_hashes`")
     if content.chunk_hashes is not None:
         try:
             return tuple(bytes.fromhex(text) for text in content.chunk_hashes)
         except ValueError as error:
-            raise InvalidRequest(f"{path}: chunk_hashes must be hex: {error}") from error
+            raise InvalidRequest(f"chunk_hashes must be hex: {error}") from error
     assert content.tokens is not None
     hashes = chunk_hashes(
         content.tokens, content.chunk_tokens, include_partial=content.include_partial
     )
     if not hashes:
         raise InvalidRequest(
-            f"{path}: {len(content.tokens)} tokens make no whole chunk of {content.chunk_tokens}; "
+            f"{len(content.tokens)} tokens make no whole chunk of {content.chunk_tokens}; "
             "set `include_partial` to store the partial one"
         )
     return hashes

@@ -9,7 +9,7 @@ import typer
 import uvloop
 from rich.console import Console
 
-from kvserve.config import load_config, render_toml
+from kvserve.config import load_config, parse_value, render_toml
 from kvserve.errors import InvalidRequest
 from kvserve.rpc.server import Server
 from kvserve.rpc.server import serve as serve_until_signal
@@ -66,5 +66,5 @@ def _overrides(settings: list[str]) -> dict[str, dict[str, Any]]:
         section, dot, key = name.partition(".")
         if not (equals and dot and section and key):
             raise InvalidRequest(f"--set {setting!r} must be SECTION.KEY=VALUE")
-        found.setdefault(section, {})[key] = value
+        found.setdefault(section, {})[key] = parse_value(value)
     return found

@@ -71,7 +71,7 @@ def decode_frame(message: bytes) -> tuple[FrameHeader, memoryview] | None:
     size, at = _read_varint(view, 1)
     if at + size != len(view):
         raise MalformedMessage("a payload frame's envelope does not end with the message")
-    numbers = {1: 0, 2: 0, 3: 0}
+    numbers = {(1, 5): 0, (2, 5): 0, (3, 1): 0}
     checksums, payload = b"", view[:0]
     while at < len(view):
         tag, at = _read_varint(view, at)
@@ -89,13 +89,14 @@ def decode_frame(message: bytes) -> tuple[FrameHeader, memoryview] | None:
             raise MalformedMessage(f"a payload frame is cut short in field {field}")
         value = view[at : at + size]
         at += size
-        if field in numbers and wire_type != 2:
-            numbers[field] = int.from_bytes(value, "little")
+        if (field, wire_type) in numbers:
+            numbers[field, wire_type] = int.from_bytes(value, "little")
         elif field == 4 and wire_type == 2:
             checksums = bytes(value)
         elif field == 15 and wire_type == 2:
             payload = value
-    return FrameHeader(numbers[1], numbers[2], numbers[3], checksums), payload
+    header = FrameHeader(numbers[1, 5], numbers[2, 5], numbers[3, 1], checksums)
+    return header, payload
 
 
 def _read_varint(view: memoryview, at: int) -> tuple[int, int]:

@@ -31,10 +31,15 @@ def differences(asked: bytes, stored: bytes) -> list[str]:
     if ours is None or theirs is None:
         return ["encoding (not readable by this version)"]
     return [
-        name if name in _SECRET else f"{name} (asked {mine!r}, stored {other!r})"
+        name if name in _SECRET else f"{name} (asked {_short(mine)}, stored {_short(other)})"
         for name, mine, other in zip(_FIELDS, ours, theirs, strict=True)
         if mine != other
     ]
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:120]}..."
 
 
 def _decode(encoded: bytes) -> list[object] | None:

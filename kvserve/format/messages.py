@@ -82,6 +82,8 @@ def descriptor_from_pb(message: pb.Descriptor, *, chunks_max: int) -> Descriptor
         raise InvalidRequest(f"layout.layers must be 1 to {LAYERS_MAX}")
     layers: list[LayerSpec] = []
     for run in layout.layers:
+        if not run.count:
+            raise InvalidRequest("layout.layers: a run of 0 layers")
         if int(run.kind) not in list(LayerKind):
             raise InvalidRequest(f"layout.layers: unknown layer kind {run.kind}")
         spec = LayerSpec(LayerKind(run.kind), run.kv_heads, run.head_dim, run.opaque_bytes)

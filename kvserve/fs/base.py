@@ -55,6 +55,9 @@ class FileSystem(Protocol):
     def size(self, path: str) -> int | None:
         """Size in bytes, or None if there is no such file. One system call."""
 
+    def is_same(self, fd: int, path: str) -> bool:
+        """Whether `path` names the file that is open as `fd`."""
+
     def rename(self, source: str, target: str) -> None:
         """Atomically gives `source` the name `target`, replacing what had it."""
 

@@ -132,6 +132,13 @@ class PosixFileSystem:
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
+    def is_same(self, fd: int, path: str) -> bool:
+        with _translated("stat", path):
+            try:
+                return os.path.samestat(os.fstat(fd), os.stat(path))
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+
     def rename(self, source: str, target: str) -> None:
         with _translated("rename", source):
             os.rename(source, target)

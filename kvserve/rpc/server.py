@@ -24,6 +24,7 @@ from kvserve.config import Config, StoreConfig
 from kvserve.errors import InvalidRequest, KvserveError
 from kvserve.format.messages import SERVICE
 from kvserve.fs import PosixFileSystem
+from kvserve.rpc.allocator import keep_frame_memory
 from kvserve.rpc.servicer import Servicer
 from kvserve.service import Service
 from kvserve.store.chunk_store import ChunkStore
@@ -57,6 +58,7 @@ class Server:
         self._config = config
         self.address = config.server.listen
         self._health = aio_health.HealthServicer()
+        keep_frame_memory(config.limits.frame_size_bytes)
         self._threads = ThreadPoolExecutor(config.store.io_threads, thread_name_prefix="fs")
         self._server: grpc.aio.Server | None = None
 
@@ -89,7 +91,7 @@ class Server:
         self._server = server
         for name in ("", SERVICE):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        log.info("serving %s (%s) on %s", self._store.root, kind, self.address)
+        log.debug("serving %s (%s) on %s", self._store.root, kind, self.address)
 
     async def stop(self) -> None:
         """Turns health to NOT_SERVING, refuses new rpcs, waits for open ones up to the limit."""

@@ -6,7 +6,6 @@ miss and the next put heals it.
 """
 
 import contextlib
-import os
 from collections.abc import Sequence
 from random import Random
 
@@ -15,9 +14,10 @@ from kvserve.format.chunk_file import ChunkGeometry
 from kvserve.fs import FileSystem
 from kvserve.model import ChunkKey, ChunkStatus, Descriptor, Verdict
 from kvserve.store.namespaces import Namespaces
-from kvserve.store.open_chunks import OpenChunk, OpenChunks, OpenFileBudget
+from kvserve.store.open_chunks import OpenChunk, OpenChunks
 from kvserve.store.paths import QUARANTINE_DIR, chunk_path, shard_dir
 from kvserve.store.publish import ChunkWriter
+from kvserve.store.temp_file import create_temp_blocking
 
 
 class ChunkStore:
@@ -36,12 +36,11 @@ class ChunkStore:
         self.root = root
         self._random = random
         self._survives_power_loss = survives_power_loss
-        self._budget = OpenFileBudget(open_files_max)
         self._namespaces = Namespaces(fs, root, random)
-        self.open_chunks = OpenChunks(fs, self._budget)
+        self.open_chunks = OpenChunks(fs, open_files_max)
 
     def __repr__(self) -> str:
-        return f"<ChunkStore {self.root} {self._budget.taken} files, {self.open_chunks!r}>"
+        return f"<ChunkStore {self.root} {self.open_chunks!r}>"
 
     def locate(self, descriptor: Descriptor) -> "ChunkLocations":
         """The files of a descriptor's chunks. Does no I/O."""
@@ -54,17 +53,19 @@ class ChunkStore:
             StorageError: with the step, the path and the errno that refused.
         """
         self.fs.make_dirs(self.root)
-        probe = f"{self.root}/.probe.{os.getpid()}"
-        self.fs.unlink(probe)
-        fd = self.fs.create(probe)
-        assert fd is not None, f"{self.root} vanished"
+        # A name of its own: servers start together, with the same pid in their containers.
+        probe, fd = create_temp_blocking(self.fs, f"{self.root}/probe", self._random)
         try:
-            self.fs.write_all(fd, b"kvserve", 0)
-            self.fs.sync(fd)
-        finally:
-            self.fs.close(fd)
+            try:
+                self.fs.write_all(fd, b"kvserve", 0)
+                self.fs.sync(fd)
+            finally:
+                self.fs.close(fd)
             self.fs.rename(probe, f"{probe}.renamed")
-            self.fs.unlink(f"{probe}.renamed")
+        except StorageError:
+            self.fs.unlink(probe)
+            raise
+        self.fs.unlink(f"{probe}.renamed")
 
     def status_blocking(self, where: "ChunkLocations", chunk_index: int) -> Verdict:
         """HIT or a miss, by one system call: a published file of the right size is a chunk."""
@@ -76,8 +77,8 @@ class ChunkStore:
         if size is None:
             return Verdict(ChunkStatus.MISS_ABSENT)
         if size != where.geometry.file_size_bytes:
+            # Left where it is: a put replaces it, a fetch looks closer.
             message = f"{size} bytes long instead of {where.geometry.file_size_bytes}"
-            self.quarantine_blocking(path)
             return Verdict(ChunkStatus.MISS_CORRUPT, message)
         return Verdict(ChunkStatus.HIT)
 
@@ -85,14 +86,14 @@ class ChunkStore:
         """The chunk open for reading, header checked, or why that is a miss."""
         path = where.path(chunk_index)
         try:
-            found = self.open_chunks.acquire_blocking(
-                path, where.geometry, where.descriptor.chunk_hashes[chunk_index]
+            return self.open_chunks.acquire_blocking(
+                path,
+                where.geometry,
+                where.descriptor.chunk_hashes[chunk_index],
+                reject_blocking=self._quarantine_blocking,
             )
         except StorageError as error:
             return Verdict(ChunkStatus.MISS_ERROR, str(error))
-        if isinstance(found, Verdict) and found.status is not ChunkStatus.MISS_ABSENT:
-            self.quarantine_blocking(path)
-        return found
 
     def explain_miss_blocking(self, key: ChunkKey) -> str:
         return self._namespaces.explain_miss_blocking(key)
@@ -128,13 +129,20 @@ class ChunkStore:
         return self.fs.read_cached(chunk.fd, (into,), offset) == len(into)
 
     def reject_blocking(self, chunk: OpenChunk) -> None:
-        """A read found the chunk damaged."""
-        self.quarantine_blocking(chunk.path)
+        """A read found the chunk damaged: nobody finds it again."""
+        fd = chunk.fd if chunk.fd is not None else self.fs.open_read(chunk.path)
+        if fd is None:
+            return
+        try:
+            self._quarantine_blocking(chunk.path, fd)
+        finally:
+            if chunk.fd is None:
+                self.fs.close(fd)
 
     def writer(self, where: "ChunkLocations", chunk_index: int) -> ChunkWriter:
         return ChunkWriter(
             self.fs,
-            self._budget,
+            self.open_chunks,
             self._random,
             path=where.path(chunk_index),
             geometry=where.geometry,
@@ -149,20 +157,22 @@ class ChunkStore:
         path = where.path(chunk_index)
         self.open_chunks.forget(path)
         is_gone = self.fs.unlink(path)
+        self.open_chunks.close_released_blocking()
         return ChunkStatus.DELETED if is_gone else ChunkStatus.MISS_ABSENT
 
-    def quarantine_blocking(self, path: str) -> None:
-        """Moves a damaged file out of every reader's way, keeping it as evidence.
+    def _quarantine_blocking(self, path: str, fd: int) -> None:
+        """Moves the damaged file that is open as `fd` out of every reader's way, as evidence.
 
-        A file system that refuses even that leaves the file where it is: it stays a miss, since
-        every read checks it.
+        Only that file: a good one that has taken its name meanwhile stays. A file system that
+        refuses the move leaves the file where it is; it stays a miss, since every read checks it.
         """
         self.open_chunks.forget(path)
         directory = f"{self.root}/{QUARANTINE_DIR}"
         flat = path[len(self.root) + 1 :].replace("/", "@")
         with contextlib.suppress(StorageError):
-            self.fs.make_dirs(directory)
-            self.fs.rename(path, f"{directory}/{flat}")
+            if self.fs.is_same(fd, path):
+                self.fs.make_dirs(directory)
+                self.fs.rename(path, f"{directory}/{flat}")
 
 
 class ChunkLocations:

@@ -8,10 +8,12 @@ names a namespace that the tenant does not have, the identities the tenant does 
 from collections import OrderedDict
 from random import Random
 
+from kvserve.errors import StorageError
 from kvserve.format.identity import differences, model_of
 from kvserve.fs import FileSystem
 from kvserve.model import ChunkKey
-from kvserve.store.paths import IDENTITY_NAME, chunk_path, namespace_dir, temp_path
+from kvserve.store.paths import IDENTITY_NAME, chunk_path, namespace_dir
+from kvserve.store.temp_file import create_temp_blocking
 
 _KNOWN_MAX = 4096
 _SIBLINGS_MAX = 16
@@ -34,15 +36,16 @@ class Namespaces:
             return
         path = f"{directory}/{IDENTITY_NAME}"
         if self._fs.size(path) is None:
-            self._fs.make_dirs(directory)
-            temp = temp_path(path, self._random)
-            fd = self._fs.create(temp)
-            assert fd is not None, f"{directory} vanished"
+            temp, fd = create_temp_blocking(self._fs, path, self._random)
             try:
-                self._fs.write_all(fd, key.identity.encoded, 0)
-            finally:
-                self._fs.close(fd)
-            self._fs.rename(temp, path)
+                try:
+                    self._fs.write_all(fd, key.identity.encoded, 0)
+                finally:
+                    self._fs.close(fd)
+                self._fs.rename(temp, path)
+            except StorageError:
+                self._fs.unlink(temp)
+                raise
         self._known[directory] = None
         while len(self._known) > _KNOWN_MAX:
             self._known.popitem(last=False)

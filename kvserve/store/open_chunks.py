@@ -11,35 +11,12 @@ original bytes, which never change.
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvserve.format.chunk_file import ChunkGeometry
 from kvserve.fs import FileSystem
 from kvserve.model import ChunkStatus, Verdict
-
-
-class OpenFileBudget:
-    """Counts descriptors against `limit`; safe from any thread."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._taken = 0
-        self._lock = threading.Lock()
-
-    @property
-    def taken(self) -> int:
-        return self._taken
-
-    def take(self) -> bool:
-        with self._lock:
-            if self._taken >= self.limit:
-                return False
-            self._taken += 1
-            return True
-
-    def give(self) -> None:
-        with self._lock:
-            self._taken -= 1
 
 
 @dataclass(slots=True, eq=False)
@@ -55,18 +32,27 @@ class OpenChunk:
 
 
 class OpenChunks:
-    """The cache. `acquire*` must be paired with `release`."""
+    """The cache. `acquire*` must be paired with `release`, `take_blocking` with `give`."""
 
-    def __init__(self, fs: FileSystem, budget: OpenFileBudget) -> None:
+    def __init__(self, fs: FileSystem, files_max: int) -> None:
         self._fs = fs
-        self._budget = budget
+        self._files_max = files_max
+        self._taken = 0
         self._lock = threading.Lock()
         self._by_path: dict[str, OpenChunk] = {}
         self._idle: OrderedDict[str, OpenChunk] = OrderedDict()
         self._to_close: list[int] = []
 
     def __repr__(self) -> str:
-        return f"<OpenChunks {len(self._by_path)} open, {len(self._idle)} idle>"
+        return (
+            f"<OpenChunks {self._taken} files of {self._files_max}, {len(self._by_path)} open, "
+            f"{len(self._idle)} idle>"
+        )
+
+    @property
+    def taken(self) -> int:
+        """Descriptors counted in, readers' and writers' together."""
+        return self._taken
 
     def acquire(self, path: str) -> OpenChunk | None:
         """The chunk if its file is open already. Does no I/O."""
@@ -78,9 +64,16 @@ class OpenChunks:
             return chunk
 
     def acquire_blocking(
-        self, path: str, geometry: ChunkGeometry, chunk_hash: bytes
+        self,
+        path: str,
+        geometry: ChunkGeometry,
+        chunk_hash: bytes,
+        *,
+        reject_blocking: Callable[[str, int], None],
     ) -> OpenChunk | Verdict:
-        """Opens the file and checks its header; a fault says why that is a miss.
+        """Opens the file and checks its header; a verdict says why that is a miss.
+
+        A file that is there and is not this chunk is given to `reject_blocking`, still open.
 
         Raises:
             StorageError, Overloaded: the file system refused.
@@ -97,8 +90,9 @@ class OpenChunks:
             got = self._fs.read_into(fd, [memoryview(header)], 0)
             found = geometry.decode_header(chunk_hash, bytes(header[:got]))
             if isinstance(found, Verdict):
+                reject_blocking(path, fd)
                 return found
-            keeps_fd = self._make_room_blocking()
+            keeps_fd = self.take_blocking()
         finally:
             if not keeps_fd:
                 self._fs.close(fd)
@@ -137,17 +131,20 @@ class OpenChunks:
         with self._lock:
             fds, self._to_close = self._to_close, []
         for fd in fds:
-            self._budget.give()
+            self.give()
             self._fs.close(fd)
 
     def close_idle_blocking(self) -> None:
-        for path in list(self._idle):
+        with self._lock:
+            idle = list(self._idle)
+        for path in idle:
             self.forget(path)
         self.close_released_blocking()
 
-    def _make_room_blocking(self) -> bool:
+    def take_blocking(self) -> bool:
+        """Counts a descriptor in, closing the one idle longest if need be; False if none is."""
         self.close_released_blocking()
-        if self._budget.take():
+        if self._take():
             return True
         with self._lock:
             oldest = next(iter(self._idle), None)
@@ -155,4 +152,16 @@ class OpenChunks:
             return False
         self.forget(oldest)
         self.close_released_blocking()
-        return self._budget.take()
+        return self._take()
+
+    def give(self) -> None:
+        """Counts a descriptor out."""
+        with self._lock:
+            self._taken -= 1
+
+    def _take(self) -> bool:
+        with self._lock:
+            if self._taken >= self._files_max:
+                return False
+            self._taken += 1
+            return True

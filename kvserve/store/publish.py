@@ -16,13 +16,22 @@ dot name that no reader looks at.
 """
 
 from random import Random
+from typing import Protocol
 
+from kvserve.errors import StorageError
 from kvserve.format.chunk_file import ChunkGeometry
 from kvserve.fs import FileSystem
-from kvserve.store.open_chunks import OpenFileBudget
-from kvserve.store.paths import temp_path
+from kvserve.store.temp_file import create_temp_blocking
 
-_CREATE_TRIES = 8
+
+class OpenFiles(Protocol):
+    """The bound on open descriptors; see `OpenChunks`."""
+
+    def take_blocking(self) -> bool:
+        """Counts a descriptor in; False if there is no room for one."""
+
+    def give(self) -> None:
+        """Counts a descriptor out."""
 
 
 class ChunkWriter:
@@ -34,7 +43,7 @@ class ChunkWriter:
     def __init__(
         self,
         fs: FileSystem,
-        budget: OpenFileBudget,
+        files: OpenFiles,
         random: Random,
         *,
         path: str,
@@ -44,7 +53,7 @@ class ChunkWriter:
     ) -> None:
         self.path = path
         self._fs = fs
-        self._budget = budget
+        self._files = files
         self._random = random
         self._geometry = geometry
         self._chunk_hash = chunk_hash
@@ -54,23 +63,11 @@ class ChunkWriter:
 
     def open_blocking(self) -> None:
         """Creates the temporary file, its directory too if need be."""
-        for _ in range(_CREATE_TRIES):
-            temp = temp_path(self.path, self._random)
-            try:
-                fd = self._fs.create(temp)
-                if fd is None:
-                    self._fs.make_dirs(temp.rpartition("/")[0])
-                    fd = self._fs.create(temp)
-            except FileExistsError:
-                continue
-            if fd is not None:
-                self._temp = temp
-                if self._budget.take():
-                    self._fd = fd
-                else:
-                    self._fs.close(fd)
-                return
-        raise AssertionError(f"no free temporary name beside {self.path}")
+        self._temp, fd = create_temp_blocking(self._fs, self.path, self._random)
+        if self._files.take_blocking():
+            self._fd = fd
+        else:
+            self._fs.close(fd)
 
     def write_blocking(self, layer_index: int, slice_offset: int, data: memoryview) -> None:
         """Writes a piece of a slice; `slice_offset` counts from the slice's start."""
@@ -91,7 +88,7 @@ class ChunkWriter:
             self._fs.rename(self._temp, self.path)
             self._temp = None
             if self._survives_power_loss:
-                self._fs.sync_dir(self.path.rpartition("/")[0])
+                self._sync_name()
         finally:
             self.abandon_blocking()
 
@@ -100,7 +97,7 @@ class ChunkWriter:
         try:
             if self._fd is not None:
                 fd, self._fd = self._fd, None
-                self._budget.give()
+                self._files.give()
                 self._fs.close(fd)
         finally:
             if self._temp is not None:
@@ -121,12 +118,20 @@ class ChunkWriter:
         fd = self._fd if self._fd is not None else self._reopen()
         if self._fd is not None:
             self._fd = None
-            self._budget.give()
+            self._files.give()
         try:
             if self._survives_power_loss:
                 self._fs.sync(fd)
         finally:
             self._fs.close(fd)
+
+    def _sync_name(self) -> None:
+        try:
+            self._fs.sync_dir(self.path.rpartition("/")[0])
+        except StorageError:
+            # Else a repeated put would find the chunk and acknowledge what may not survive.
+            self._fs.unlink(self.path)
+            raise
 
     def _reopen(self) -> int:
         assert self._temp is not None

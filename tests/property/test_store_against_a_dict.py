@@ -78,7 +78,7 @@ class StoreMachine(RuleBasedStateMachine):
                 fault = Verdict(ChunkStatus.MISS_CORRUPT, "checksum")
             if fault is not None:
                 if fault.status is ChunkStatus.MISS_CORRUPT:
-                    store.quarantine_blocking(chunk.path)
+                    store.reject_blocking(chunk)
                 return fault
             slices.append(bytes(buffer))
         return slices
@@ -167,8 +167,6 @@ class StoreMachine(RuleBasedStateMachine):
             assert status is ChunkStatus.HIT
         elif index in self.damaged:
             assert status in (ChunkStatus.HIT, ChunkStatus.MISS_CORRUPT), "by size alone"
-            if status is ChunkStatus.MISS_CORRUPT:
-                self.damaged.discard(index)
         else:
             assert status is ChunkStatus.MISS_ABSENT
 

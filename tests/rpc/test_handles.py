@@ -316,7 +316,7 @@ BROKEN_SERVERS = {
     "head of wrong size": ([hits(3)], "3 chunk statuses came for 2 chunks"),
     "ends early": ([hits(2), frame(b"x" * 8192, 0, 0)], "ended the stream before the last layer"),
     "chunk twice": ([hits(2), frame(b"x" * 8192, 0, 0), frame(b"x" * 8192, 0, 0)], "was next"),
-    "chunk out of range": ([hits(2), frame(b"x" * 8192, 0, 2)], "not in the descriptor"),
+    "chunk out of range": ([hits(2), frame(b"x" * 8192, 0, 2)], "is not asked for"),
     "miss of a miss": (
         [
             pb.FetchReply(head=pb.FetchHead(chunk_statuses=b"\x01\x02")).SerializeToString(),

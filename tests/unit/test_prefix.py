@@ -116,9 +116,6 @@ def test_chunk_tokens_below_one_is_refused(chunk_tokens: int) -> None:
         chunk_hashes([1], chunk_tokens)
 
 
-@pytest.mark.xfail(
-    reason="prefix.py: array('I', bytes) takes bytes as raw memory, four to a token", strict=True
-)
 @pytest.mark.parametrize("tokens", [b"abcd", bytearray(b"abcd")])
 def test_bytes_are_a_sequence_of_integers_too(tokens: bytes) -> None:
     """Byte-level models: `bytes` is an Iterable[int], so it must hash like its list."""

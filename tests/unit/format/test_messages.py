@@ -165,14 +165,11 @@ def test_tiny_hashes_are_no_way_round_the_chunk_limit() -> None:
         descriptor_from_pb(message, chunks_max=50)
 
 
-@pytest.mark.xfail(
-    reason="messages.py: a run of `count` 0 is skipped; the proto says at least 1", strict=True
-)
 def test_a_run_of_no_layers_is_refused() -> None:
     def add_empty_run(message: pb.Descriptor) -> None:
         message.identity.layout.layers.add(kind=pb.LAYER_KIND_LATENT, head_dim=8)
 
-    with pytest.raises(InvalidRequest, match="count"):
+    with pytest.raises(InvalidRequest, match="a run of 0 layers"):
         descriptor_from_pb(edited(add_empty_run), chunks_max=CHUNKS_MAX)
 
 

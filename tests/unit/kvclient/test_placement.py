@@ -142,11 +142,11 @@ class TestPaged:
             ([[0], []], "layer 0: 1 block addresses do not divide 2 slices of 256 bytes"),
             ([[0, 256, 512], []], "layer 0: 3 block addresses do not divide 2 slices"),
             ([[128 * n for n in range(6)], []], "6 block addresses do not divide 2 slices of 256"),
-            ([[], [0, 769]], "layer 1: blocks of 256 bytes at 0 to 769 leave the region of 1024"),
-            ([[-1, 256], []], "layer 0: blocks of 256 bytes at -1 to 256 leave the region"),
-            ([[0, 255], []], "layer 0: blocks of 256 bytes at 0 and 255 overlap"),
-            ([[512, 512], []], "layer 0: blocks of 256 bytes at 512 and 512 overlap"),
-            ([[0, 128, 300, 172], []], "layer 0: blocks of 128 bytes at 128 and 172 overlap"),
+            ([[], [0, 769]], "layer 1: the block of 256 bytes at 769 leaves the region of 1024"),
+            ([[-1, 256], []], "layer 0: the block of 256 bytes at -1 leaves the region"),
+            ([[0, 255], []], r"blocks overlap: 256 bytes at 0 \(layer 0\) and at 255"),
+            ([[512, 512], []], r"blocks overlap: 256 bytes at 512 \(layer 0\) and at 512"),
+            ([[0, 128, 300, 172], []], r"blocks overlap: 128 bytes at 128 \(layer 0\) and at 172"),
         ],
     )
     def test_addresses_that_do_not_fit_are_refused(
@@ -155,9 +155,6 @@ class TestPaged:
         with pytest.raises(InvalidRequest, match=words):
             Paged(bytearray(1024), descriptor_of(chunks=2), addresses)
 
-    @pytest.mark.xfail(
-        strict=True, reason="placement.py: blocks of two layers may overlap, bytes are overwritten"
-    )
     def test_blocks_of_two_layers_that_overlap_are_refused(self) -> None:
         with pytest.raises(InvalidRequest, match="overlap"):
             Paged(bytearray(1024), descriptor_of(chunks=2), [[0, 256], [256, 512]])

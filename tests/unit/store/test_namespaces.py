@@ -116,9 +116,6 @@ class FullFileSystem(PosixFileSystem):
         raise StorageFull("write: ENOSPC")
 
 
-@pytest.mark.xfail(
-    strict=True, reason="namespaces.py ensure_blocking: a failed write leaves its temporary file"
-)
 def test_a_failed_identity_file_leaves_nothing(tmp_path: Path) -> None:
     namespaces = Namespaces(FullFileSystem(), str(tmp_path), Random(1))
     with pytest.raises(StorageFull):

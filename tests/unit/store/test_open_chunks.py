@@ -8,7 +8,7 @@ import pytest
 from kvserve.format.chunk_file import ChunkGeometry, checksum
 from kvserve.fs import PosixFileSystem
 from kvserve.model import ChunkStatus, Verdict
-from kvserve.store.open_chunks import OpenChunk, OpenChunks, OpenFileBudget
+from kvserve.store.open_chunks import OpenChunk, OpenChunks
 from tests.unit.samples import SMALL, descriptor_of, slice_of
 
 DESCRIPTOR = descriptor_of(chunks=8)
@@ -38,15 +38,26 @@ class Cache:
 
     def __init__(self, tree: Path, limit: int) -> None:
         self.tree = tree
-        self.budget = OpenFileBudget(limit)
-        self.chunks = OpenChunks(PosixFileSystem(), self.budget)
+        self.chunks = OpenChunks(PosixFileSystem(), limit)
+        self.rejected: list[str] = []
+
+    @property
+    def taken(self) -> int:
+        return self.chunks.taken
+
+    def reject(self, path: str, fd: int) -> None:
+        os.fstat(fd)  # still open
+        self.rejected.append(path)
 
     def path(self, index: int) -> str:
         return str(self.tree / str(index))
 
     def acquire(self, index: int) -> OpenChunk:
         found = self.chunks.acquire_blocking(
-            self.path(index), GEOMETRY, DESCRIPTOR.chunk_hashes[index]
+            self.path(index),
+            GEOMETRY,
+            DESCRIPTOR.chunk_hashes[index],
+            reject_blocking=self.reject,
         )
         assert isinstance(found, OpenChunk), found
         return found
@@ -67,10 +78,10 @@ class TestCache:
         one = cache.acquire(0)
         assert cache.acquire(0) is one
         assert cache.chunks.acquire(cache.path(0)) is one
-        assert cache.budget.taken == 1
+        assert cache.taken == 1
         for _ in range(3):
             cache.chunks.release(one)
-        assert repr(cache.chunks) == "<OpenChunks 1 open, 1 idle>"
+        assert repr(cache.chunks) == "<OpenChunks 1 files of 8, 1 open, 1 idle>"
         assert cache.chunks.acquire(cache.path(0)) is one, "idle entries stay"
         cache.chunks.release(one)
         cache.chunks.close_idle_blocking()
@@ -87,13 +98,22 @@ class TestCache:
     def test_a_file_that_is_no_such_chunk_is_a_verdict_and_not_kept_open(self, tree: Path) -> None:
         cache = Cache(tree, 8)
         before = open_files()
-        wrong = cache.chunks.acquire_blocking(cache.path(0), GEOMETRY, DESCRIPTOR.chunk_hashes[1])
-        absent = cache.chunks.acquire_blocking(cache.path(99), GEOMETRY, DESCRIPTOR.chunk_hashes[0])
+
+        def acquire(name: int, hash_of: int) -> OpenChunk | Verdict:
+            return cache.chunks.acquire_blocking(
+                cache.path(name),
+                GEOMETRY,
+                DESCRIPTOR.chunk_hashes[hash_of],
+                reject_blocking=cache.reject,
+            )
+
+        wrong, absent = acquire(0, 1), acquire(99, 0)
+        assert cache.rejected == [cache.path(0)]
         assert isinstance(wrong, Verdict)
         assert wrong.status is ChunkStatus.MISS_IDENTITY
         assert absent == Verdict(ChunkStatus.MISS_ABSENT)
         assert open_files() == before
-        assert cache.budget.taken == 0
+        assert cache.taken == 0
 
     def test_nothing_open_is_found_without_io(self, tree: Path) -> None:
         assert Cache(tree, 8).chunks.acquire(str(tree / "0")) is None
@@ -104,11 +124,11 @@ class TestBudget:
         cache = Cache(tree, 2)
         held = [cache.acquire(index) for index in range(4)]
         assert [chunk.fd is not None for chunk in held] == [True, True, False, False]
-        assert cache.budget.taken == 2
+        assert cache.taken == 2
         for chunk in held:
             cache.chunks.release(chunk)
         cache.chunks.close_idle_blocking()
-        assert cache.budget.taken == 0
+        assert cache.taken == 0
 
     def test_the_longest_idle_makes_room(self, tree: Path) -> None:
         cache = Cache(tree, 2)
@@ -133,11 +153,11 @@ class TestBudget:
         cache.chunks.close_idle_blocking()
 
     def test_a_full_budget_takes_no_more_and_gives_back(self) -> None:
-        budget = OpenFileBudget(2)
-        assert [budget.take() for _ in range(3)] == [True, True, False]
-        budget.give()
-        assert budget.taken == 1
-        assert budget.take()
+        chunks = OpenChunks(PosixFileSystem(), 2)
+        assert [chunks.take_blocking() for _ in range(3)] == [True, True, False]
+        chunks.give()
+        assert chunks.taken == 1
+        assert chunks.take_blocking()
 
 
 class TestForget:
@@ -151,7 +171,7 @@ class TestForget:
         assert cache.chunks.acquire(cache.path(0)) is None, "nobody new finds it"
         cache.chunks.release(chunk)
         cache.chunks.close_released_blocking()
-        assert cache.budget.taken == 0
+        assert cache.taken == 0
 
     def test_a_forgotten_idle_file_is_closed_by_the_next_opener(self, tree: Path) -> None:
         cache = Cache(tree, 8)
@@ -176,7 +196,7 @@ class TestForget:
         cache.chunks.release(new)
         cache.chunks.release(new)
         cache.chunks.close_idle_blocking()
-        assert cache.budget.taken == 0
+        assert cache.taken == 0
 
     def test_forgetting_what_is_not_open_is_harmless(self, tree: Path) -> None:
         Cache(tree, 8).chunks.forget(str(tree / "0"))
