@@ -56,6 +56,15 @@ class StoreConfig(_Section):
     open_files_max: int = Field(
         16384, ge=64, le=1 << 20, description="Chunk files held open, readers and writers together."
     )
+    known_chunks_max: int = Field(
+        1 << 20, ge=0, le=1 << 28, description="Chunks remembered as present, about 120 bytes each."
+    )
+    known_ttl_s: float = Field(
+        5.0,
+        ge=0,
+        le=3600,
+        description="How long a lookup trusts that a chunk seen on the tree is still there.",
+    )
 
 
 class LimitsConfig(_Section):

@@ -5,14 +5,14 @@ descriptor costs tasks by the batch, never by the chunk.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 from kvserve.config import LimitsConfig
-from kvserve.errors import KvserveError, Overloaded, StorageError
+from kvserve.errors import Overloaded, StorageError
 from kvserve.model import ChunkStatus, Descriptor, Verdict, check_layers, leading_hits
 from kvserve.store.chunk_store import ChunkLocations, ChunkStore
 from kvserve.store.open_chunks import OpenChunk
@@ -20,8 +20,9 @@ from kvserve.store.publish import ChunkWriter
 from kvserve.transfer.batches import in_batches
 from kvserve.transfer.fetch_pump import FetchPump
 from kvserve.transfer.planes.base import FetchPlane, StorePlane
-from kvserve.transfer.store_pump import StorePump, failure_verdict
+from kvserve.transfer.store_pump import StorePump
 from kvserve.transfer.store_session import StoreSession
+from kvserve.transfer.turns import Turns
 
 _T = TypeVar("_T")
 
@@ -42,18 +43,24 @@ class Service:
         self._threads = threads
         self._limits = limits
         self._transfers = 0
+        self.turns = Turns()
 
     def __repr__(self) -> str:
         return f"<Service {self._transfers} transfers, {self._store!r}>"
 
     async def lookup(self, descriptor: Descriptor) -> Presence:
-        """Which chunks are stored; one system call for each, in batches."""
+        """Which chunks are stored: one system call for each not seen lately, in batches."""
         where = self._store.locate(descriptor)
-        verdicts = await in_batches(
-            self._threads,
-            lambda index: self._store.status_blocking(where, index),
-            range(descriptor.chunk_count),
-        )
+        hit = Verdict(ChunkStatus.HIT)
+        known = self._store.known(where)
+        verdicts = [hit] * descriptor.chunk_count
+        if not all(known):
+            unknown = [index for index, is_known in enumerate(known) if not is_known]
+            found = await in_batches(
+                self._threads, lambda index: self._store.status_blocking(where, index), unknown
+            )
+            for index, verdict in zip(unknown, found, strict=True):
+                verdicts[index] = verdict
         await self._explain(descriptor, verdicts)
         return Presence(leading_hits(verdicts), verdicts)
 
@@ -86,6 +93,7 @@ class Service:
                     chunks=[found if isinstance(found, OpenChunk) else None for found in opened],
                     frame_size_bytes=self._limits.frame_size_bytes,
                     frames_in_flight=self._limits.frames_in_flight,
+                    turns=self.turns,
                 )
                 await pump.run(layers or descriptor.layer_order)
             finally:
@@ -106,64 +114,32 @@ class Service:
             needed = [index for index, known in enumerate(is_known) if not known]
             if needed:
                 await self._run(self._store.ensure_namespace_blocking, descriptor.key(0))
-            async with self._writers(where, needed) as (writers, refused):
+            writers = {index: self._store.writer(where, index) for index in needed}
+            try:
+                # Their files are made by the first write: the client need not wait for that.
                 await plane.needs(
                     [ChunkStatus.KNOWN if known else ChunkStatus.NEEDED for known in is_known]
                 )
-                session = StoreSession(descriptor.layout, needed)
                 pump = StorePump(
-                    session,
+                    StoreSession(descriptor.layout, needed),
                     writers,
                     self._threads,
                     layer_stored=plane.layer_stored,
                     frames_in_flight=self._limits.frames_in_flight,
                 )
-                pump.verdicts.update(refused)
                 try:
                     async for header, payload in plane.frames():
                         await pump.feed(header, payload)
                     await pump.finish()
                 finally:
                     await pump.close()
-                known = Verdict(ChunkStatus.KNOWN)
-                await plane.result(
-                    [pump.verdicts.get(index, known) for index in range(descriptor.chunk_count)]
-                )
-
-    @asynccontextmanager
-    async def _writers(
-        self, where: ChunkLocations, needed: Sequence[int]
-    ) -> AsyncIterator[tuple[dict[int, ChunkWriter], dict[int, Verdict]]]:
-        """Open writers for `needed`, and verdicts for those whose file could not be made.
-
-        On leaving, whatever was not committed is removed.
-        """
-
-        def open_blocking(index: int) -> ChunkWriter | Verdict:
-            writer = self._store.writer(where, index)
-            try:
-                writer.open_blocking()
-            except KvserveError as error:
-                return failure_verdict(error)
-            writers[index] = writer
-            return writer
-
-        def abandon_blocking(index: int) -> None:
-            # One file that cannot be removed must not keep the others.
-            with suppress(StorageError):
-                writers[index].abandon_blocking()
-
-        writers: dict[int, ChunkWriter] = {}
-        try:
-            opened = await in_batches(self._threads, open_blocking, needed)
-            refused = {
-                index: found
-                for index, found in zip(needed, opened, strict=True)
-                if isinstance(found, Verdict)
-            }
-            yield writers, refused
-        finally:
-            await in_batches(self._threads, abandon_blocking, list(writers))
+            finally:
+                left = [index for index in needed if writers[index].is_open]
+                await in_batches(self._threads, lambda index: _abandon(writers[index]), left)
+            known = Verdict(ChunkStatus.KNOWN)
+            await plane.result(
+                [pump.verdicts.get(index, known) for index in range(descriptor.chunk_count)]
+            )
 
     async def _open(self, where: ChunkLocations) -> list[OpenChunk | Verdict]:
         cache = self._store.open_chunks
@@ -212,3 +188,9 @@ class Service:
 
     async def _run(self, call: Callable[..., _T], *args: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
+
+
+def _abandon(writer: ChunkWriter) -> None:
+    # One file that cannot be removed must not keep the others.
+    with suppress(StorageError):
+        writer.abandon_blocking()

@@ -13,6 +13,7 @@ import grpc
 from kvclient import fork_support
 from kvserve.errors import InvalidRequest, ServerUnavailable
 from kvserve.format.messages import SERVICE
+from kvserve.frame_memory import keep_frame_memory
 from kvserve.v1 import kvserve_pb2 as pb
 
 # The server's frames are at most 64 MiB (`limits.frame_size_bytes`), plus their envelope.
@@ -97,6 +98,7 @@ class Channel:
         fork_support.check()
         owner = (os.getpid(), asyncio.get_running_loop())
         if self._channel is None or self._rpcs is None or self._owner != owner:
+            keep_frame_memory()
             self._owner = owner
             self._channel = grpc.aio.insecure_channel(self.address, options=OPTIONS)
             self._rpcs = Rpcs(self._channel)

@@ -13,6 +13,7 @@ import grpc
 
 from kvserve.bench.child import answer_parent, run_child
 from kvserve.config import LimitsConfig
+from kvserve.frame_memory import keep_frame_memory
 from kvserve.rpc.server import channel_options
 
 SERVICE = "kvserve.bench.Ceiling"
@@ -71,6 +72,7 @@ class _Ceiling:
 
 
 async def _serve() -> None:
+    keep_frame_memory()
     options = channel_options(LimitsConfig().message_size_bytes_max)
     server = grpc.aio.server(options=options)
     server.add_generic_rpc_handlers((_Ceiling().handlers(),))

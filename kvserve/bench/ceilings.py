@@ -5,14 +5,15 @@ before the clock starts.
 """
 
 import os
-import shutil
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from time import perf_counter
 from typing import Self
 
 from kvserve.bench.rounds import Case, Timing
 from kvserve.bench.unit import WorkUnit
+from kvserve.bench.workspace import empty_files
 from kvserve.format.chunk_file import ChunkGeometry
 from kvserve.store.chunk_store import ChunkLocations
 
@@ -109,13 +110,16 @@ class PageCacheWrite(Case):
     def __init__(
         self, unit: WorkUnit, region: memoryview, geometry: ChunkGeometry, directory: Path
     ) -> None:
+        self._parent = directory
+        self._rounds = count()
         self._directory = directory
         self._names = [f"{index:05d}" for index in range(unit.chunk_count)]
         self._writes = list(zip(slices_by_layer(unit, region), geometry.slice_offsets, strict=True))
         self._size_bytes = unit.size_bytes
 
     async def prepare(self) -> None:
-        self._directory.mkdir()
+        self._directory = self._parent / str(next(self._rounds))
+        self._directory.mkdir(parents=True)
 
     async def run(self) -> Timing:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -137,4 +141,4 @@ class PageCacheWrite(Case):
         return Timing(took_s, first_layer_s)
 
     async def clean_up(self) -> None:
-        shutil.rmtree(self._directory)
+        empty_files(self._directory)

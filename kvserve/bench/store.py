@@ -6,6 +6,7 @@ Every run stores chunks that the server has never seen; they are deleted outside
 import asyncio
 from contextlib import AsyncExitStack
 from itertools import count
+from pathlib import Path
 from time import perf_counter
 
 from kvclient import AsyncClient, Descriptor, StoreHandle
@@ -22,7 +23,7 @@ from kvserve.bench.report import (
 )
 from kvserve.bench.rounds import WARM_UPS, Case, Step, Timing, run_rounds, step_count
 from kvserve.bench.unit import WorkUnit
-from kvserve.bench.workspace import Settings, Workspace, touched
+from kvserve.bench.workspace import Settings, Workspace, empty_files, touched
 from kvserve.errors import ServerFault
 from kvserve.format.chunk_file import ChunkGeometry
 
@@ -40,8 +41,9 @@ class StoreStream(Case):
     requests = 1
 
     def __init__(
-        self, client: AsyncClient, unit: WorkUnit, *, source: memoryview, pid: int
+        self, client: AsyncClient, unit: WorkUnit, *, source: memoryview, pid: int, root: Path
     ) -> None:
+        self._root = root
         self._client = client
         self._unit = unit
         self._source = source
@@ -68,7 +70,7 @@ class StoreStream(Case):
         return Timing(took_s, first_layer_s)
 
     async def clean_up(self) -> None:
-        await self._client.delete(self.descriptor)
+        await asyncio.to_thread(empty_files, self._root)
 
 
 async def _stored_at(handle: StoreHandle, layer_index: int) -> float:
@@ -91,13 +93,14 @@ async def bench_store(settings: Settings, step: Step) -> TransferReport:
         growth = await _growth(space, unit)
         step("server memory, large payload")
         growth += await _growth(space, unit.with_chunks(PAYLOAD_FACTOR * unit.chunk_count))
+        space.make_fan_dirs(unit)
         server = stack.enter_context(space.server())
         client = await stack.enter_async_context(AsyncClient(server.address))
         bare = stack.enter_context(ceiling_server())
         bare_client = await stack.enter_async_context(CeilingClient(bare))
         source = touched(unit.size_bytes)
         unit.fill(source, _BYTES_SERIES)
-        ours = StoreStream(client, unit, source=source, pid=server.pid)
+        ours = StoreStream(client, unit, source=source, pid=server.pid, root=space.chunks)
         step("checking the bytes")
         await _check_bytes(ours, client, unit)
         geometry = ChunkGeometry(ours.descriptor.key(0))
@@ -131,7 +134,7 @@ async def _growth(space: Workspace, unit: WorkUnit) -> list[ServerGrowth]:
         async with AsyncClient(server.address) as client, CeilingClient(bare) as bare_client:
             await client.lookup(unit.descriptor(_BYTES_SERIES))
             await bare_client.echo(b"")
-            ours = StoreStream(client, unit, source=source, pid=server.pid)
+            ours = StoreStream(client, unit, source=source, pid=server.pid, root=space.chunks)
             ceiling = GrpcWrite(bare_client, unit)
             return [await server_growth(case, unit.size_bytes) for case in (ours, ceiling)]
 

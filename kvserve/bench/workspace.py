@@ -1,5 +1,6 @@
 """Where a benchmark runs: a temporary directory, server processes over it, stored series."""
 
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Self
 from kvclient import AsyncClient
 from kvserve.bench.unit import WorkUnit
 from kvserve.errors import ServerFault
+from kvserve.store.paths import fan_dirs, shard_dir
 from kvserve.testing.server_process import ServerProcess
 
 
@@ -48,6 +50,11 @@ class Workspace:
                     if not result.is_whole:
                         raise ServerFault(f"could not store series {series}: {result.verdicts[0]}")
 
+    def make_fan_dirs(self, unit: WorkUnit) -> None:
+        """Makes the directories that any tree older than some 10,000 chunks has."""
+        for directory in fan_dirs(shard_dir(unit.descriptor(0).key(0))):
+            (self.chunks / directory).mkdir(parents=True, exist_ok=True)
+
     def __enter__(self) -> Self:
         return self
 
@@ -58,6 +65,16 @@ class Workspace:
         traceback: TracebackType | None,
     ) -> None:
         self._directory.cleanup()
+
+
+def empty_files(directory: Path) -> None:
+    """Gives the memory of written files back, for the next round, and keeps the files themselves.
+
+    ext4 makes new files slowly for some seconds after it deleted some, which would be measured.
+    """
+    for path in directory.rglob("*"):
+        if path.is_file():
+            os.truncate(path, 0)
 
 
 def touched(size_bytes: int) -> memoryview:

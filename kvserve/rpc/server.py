@@ -10,9 +10,10 @@ import logging
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from random import SystemRandom
+from random import Random
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -23,11 +24,12 @@ from grpc_reflection.v1alpha import reflection
 from kvserve.config import Config, StoreConfig
 from kvserve.errors import InvalidRequest, KvserveError
 from kvserve.format.messages import SERVICE
+from kvserve.frame_memory import keep_frame_memory
 from kvserve.fs import PosixFileSystem
-from kvserve.rpc.allocator import keep_frame_memory
 from kvserve.rpc.servicer import Servicer
 from kvserve.service import Service
 from kvserve.store.chunk_store import ChunkStore
+from kvserve.store.known import KnownChunks
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ class Server:
         self._config = config
         self.address = config.server.listen
         self._health = aio_health.HealthServicer()
-        keep_frame_memory(config.limits.frame_size_bytes)
+        keep_frame_memory()
         self._threads = ThreadPoolExecutor(config.store.io_threads, thread_name_prefix="fs")
         self._server: grpc.aio.Server | None = None
 
@@ -129,7 +131,11 @@ def _open_store_blocking(config: StoreConfig) -> tuple[ChunkStore, str]:
         os.path.abspath(config.root),
         open_files_max=_raise_file_limit(config.open_files_max),
         survives_power_loss=config.durability == "power",
-        random=SystemRandom(),
+        # Names need not be secret, only different: seeded from the system once.
+        random=Random(os.urandom(16)),
+        known=KnownChunks(
+            chunks_max=config.known_chunks_max, ttl_s=config.known_ttl_s, clock=time.monotonic
+        ),
     )
     try:
         store.check_root_blocking()

@@ -72,7 +72,8 @@ class Servicer:
 
     async def lookup(self, raw: bytes, context: _Context) -> bytes:
         request = parse(pb.LookupRequest, raw)
-        presence = await self._service.lookup(self._descriptor(request.descriptor))
+        with self._service.turns.held():
+            presence = await self._service.lookup(self._descriptor(request.descriptor))
         reply = pb.LookupReply(
             prefix_chunks=presence.prefix_chunks,
             chunk_statuses=statuses_to_bytes([verdict.status for verdict in presence.verdicts]),
@@ -91,13 +92,14 @@ class Servicer:
         await self._service.fetch(descriptor, tuple(request.layers), GrpcFetchPlane(context.write))
 
     async def store(self, requests: AsyncIterator[bytes], context: _Context) -> None:
-        first = await anext(requests, None)
-        if first is None:
+        # `context.read` and not `requests`: a generator step less for every frame.
+        first = await context.read()
+        if not isinstance(first, bytes):  # the end
             raise InvalidRequest("the store stream ended before `open`")
         message = parse(pb.StoreRequest, first)
         if message.WhichOneof("message") != "open":
             raise InvalidRequest("the first message of a store must be `open`")
-        plane = _GrpcStorePlane(requests, context, self._limits.frame_size_bytes)
+        plane = _GrpcStorePlane(context, self._limits.frame_size_bytes)
         await self._service.store(self._descriptor(message.open.descriptor), plane)
 
     def _descriptor(self, message: pb.Descriptor) -> Descriptor:
@@ -107,10 +109,7 @@ class Servicer:
 class _GrpcStorePlane:
     """Implements `StorePlane` over one Store rpc."""
 
-    def __init__(
-        self, requests: AsyncIterator[bytes], context: _Context, frame_size_bytes_max: int
-    ) -> None:
-        self._requests = requests
+    def __init__(self, context: _Context, frame_size_bytes_max: int) -> None:
         self._context = context
         self._frame_size_bytes_max = frame_size_bytes_max
 
@@ -122,7 +121,7 @@ class _GrpcStorePlane:
         await self._context.write(pb.StoreReply(needs=needs).SerializeToString())
 
     async def frames(self) -> AsyncIterator[tuple[FrameHeader, memoryview]]:
-        async for message in self._requests:
+        while isinstance(message := await self._context.read(), bytes):  # else the end
             frame = decode_frame(message)
             if frame is None:
                 kind = parse(pb.StoreRequest, message).WhichOneof("message")

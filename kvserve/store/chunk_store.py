@@ -9,10 +9,13 @@ import contextlib
 from collections.abc import Sequence
 from random import Random
 
+import xxhash
+
 from kvserve.errors import StorageError
 from kvserve.format.chunk_file import ChunkGeometry
 from kvserve.fs import FileSystem
 from kvserve.model import ChunkKey, ChunkStatus, Descriptor, Verdict
+from kvserve.store.known import KnownChunks
 from kvserve.store.namespaces import Namespaces
 from kvserve.store.open_chunks import OpenChunk, OpenChunks
 from kvserve.store.paths import QUARANTINE_DIR, chunk_path, shard_dir
@@ -31,12 +34,14 @@ class ChunkStore:
         open_files_max: int,
         survives_power_loss: bool,
         random: Random,
+        known: KnownChunks,
     ) -> None:
         self.fs = fs
         self.root = root
         self._random = random
         self._survives_power_loss = survives_power_loss
         self._namespaces = Namespaces(fs, root, random)
+        self._known = known
         self.open_chunks = OpenChunks(fs, open_files_max)
 
     def __repr__(self) -> str:
@@ -67,6 +72,12 @@ class ChunkStore:
             raise
         self.fs.unlink(f"{probe}.renamed")
 
+    def known(self, where: "ChunkLocations") -> list[bool]:
+        """By chunk: whether it was seen on the tree lately. Does no I/O; see `KnownChunks`."""
+        self._known.refresh()
+        has = self._known.has
+        return [has(key) for key in where.known_keys]
+
     def status_blocking(self, where: "ChunkLocations", chunk_index: int) -> Verdict:
         """HIT or a miss, by one system call: a published file of the right size is a chunk."""
         path = where.path(chunk_index)
@@ -80,20 +91,25 @@ class ChunkStore:
             # Left where it is: a put replaces it, a fetch looks closer.
             message = f"{size} bytes long instead of {where.geometry.file_size_bytes}"
             return Verdict(ChunkStatus.MISS_CORRUPT, message)
+        self._known.add(where.known_keys[chunk_index])
         return Verdict(ChunkStatus.HIT)
 
     def open_blocking(self, where: "ChunkLocations", chunk_index: int) -> OpenChunk | Verdict:
         """The chunk open for reading, header checked, or why that is a miss."""
         path = where.path(chunk_index)
+        found: OpenChunk | Verdict
         try:
-            return self.open_chunks.acquire_blocking(
+            found = self.open_chunks.acquire_blocking(
                 path,
                 where.geometry,
                 where.descriptor.chunk_hashes[chunk_index],
                 reject_blocking=self._quarantine_blocking,
             )
         except StorageError as error:
-            return Verdict(ChunkStatus.MISS_ERROR, str(error))
+            found = Verdict(ChunkStatus.MISS_ERROR, str(error))
+        if isinstance(found, Verdict):
+            self._known.discard(where.known_keys[chunk_index])
+        return found
 
     def explain_miss_blocking(self, key: ChunkKey) -> str:
         return self._namespaces.explain_miss_blocking(key)
@@ -155,6 +171,7 @@ class ChunkStore:
 
     def delete_blocking(self, where: "ChunkLocations", chunk_index: int) -> ChunkStatus:
         path = where.path(chunk_index)
+        self._known.discard(where.known_keys[chunk_index])
         self.open_chunks.forget(path)
         is_gone = self.fs.unlink(path)
         self.open_chunks.close_released_blocking()
@@ -167,6 +184,9 @@ class ChunkStore:
         refuses the move leaves the file where it is; it stays a miss, since every read checks it.
         """
         self.open_chunks.forget(path)
+        shard_directory, _, name = path.rsplit("/", 2)
+        seed = xxhash.xxh3_64_intdigest(shard_directory.encode())
+        self._known.discard(xxhash.xxh3_64_intdigest(bytes.fromhex(name), seed))
         directory = f"{self.root}/{QUARANTINE_DIR}"
         flat = path[len(self.root) + 1 :].replace("/", "@")
         with contextlib.suppress(StorageError):
@@ -183,6 +203,10 @@ class ChunkLocations:
         self.descriptor = descriptor
         self.geometry = ChunkGeometry(first)
         self._directory = f"{root}/{shard_dir(first)}"
+        seed = xxhash.xxh3_64_intdigest(self._directory.encode())
+        self.known_keys = [
+            xxhash.xxh3_64_intdigest(chunk_hash, seed) for chunk_hash in descriptor.chunk_hashes
+        ]
 
     def path(self, chunk_index: int) -> str:
         return chunk_path(self._directory, self.descriptor.chunk_hashes[chunk_index])

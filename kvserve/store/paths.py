@@ -20,6 +20,7 @@ from kvserve.model import ChunkKey
 
 IDENTITY_NAME: Final = "identity"
 QUARANTINE_DIR: Final = ".quarantine"
+_FAN_BITS: Final = 12
 
 _LOWER: Final = "abcdefghijklmnopqrstuvwxyz"
 _DIGITS: Final = "0123456789"
@@ -34,8 +35,13 @@ def shard_dir(key: ChunkKey) -> str:
 
 
 def chunk_path(shard_directory: str, chunk_hash: bytes) -> str:
-    fan = xxhash.xxh3_64_intdigest(chunk_hash) >> 52
+    fan = xxhash.xxh3_64_intdigest(chunk_hash) >> (64 - _FAN_BITS)
     return f"{shard_directory}/{fan:03x}/{chunk_hash.hex()}"
+
+
+def fan_dirs(shard_directory: str) -> list[str]:
+    """All directories that chunks of one shard can be in."""
+    return [f"{shard_directory}/{fan:03x}" for fan in range(1 << _FAN_BITS)]
 
 
 def temp_path(path: str, random: Random) -> str:

@@ -15,6 +15,7 @@ replaces whole. A writer that fails or is abandoned removes its file; one that i
 dot name that no reader looks at.
 """
 
+import threading
 from random import Random
 from typing import Protocol
 
@@ -59,23 +60,34 @@ class ChunkWriter:
         self._chunk_hash = chunk_hash
         self._survives_power_loss = survives_power_loss
         self._temp: str | None = None
+        self._opening = threading.Lock()
         self._fd: int | None = None
 
-    def open_blocking(self) -> None:
-        """Creates the temporary file, its directory too if need be."""
+    def write_blocking(self, layer_index: int, slice_offset: int, data: memoryview) -> None:
+        """Writes a piece of a slice; `slice_offset` counts from the slice's start.
+
+        The first write creates the file, its directory too if need be.
+        """
+        with self._opening:
+            if self._temp is None:
+                self._open_blocking()
+        self._write(data, self._geometry.slice_offsets[layer_index] + slice_offset)
+
+    def _open_blocking(self) -> None:
         self._temp, fd = create_temp_blocking(self._fs, self.path, self._random)
         if self._files.take_blocking():
             self._fd = fd
         else:
             self._fs.close(fd)
 
-    def write_blocking(self, layer_index: int, slice_offset: int, data: memoryview) -> None:
-        """Writes a piece of a slice; `slice_offset` counts from the slice's start."""
-        self._write(data, self._geometry.slice_offsets[layer_index] + slice_offset)
+    @property
+    def is_open(self) -> bool:
+        """There is a temporary file: to be committed or abandoned."""
+        return self._temp is not None
 
     def commit_blocking(self, slice_checksums: list[int]) -> None:
         """Steps 3 to 7. On an error nothing is visible and the temporary file is gone."""
-        assert self._temp is not None, "commit before open"
+        assert self._temp is not None, "commit before the first write"
         try:
             header = self._geometry.encode_header(self._chunk_hash, slice_checksums)
             # The last slice is padded to the alignment: the file ends on a whole block.

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import TypeVar
 
-_BATCH = 64
+# Of file calls that take some 10 to 100 us each: a job is worth its hop, and several run at once.
+_BATCH = 16
 _T = TypeVar("_T")
 
 

@@ -23,6 +23,7 @@ from kvserve.format.verify import SliceVerifier
 from kvserve.model import ChunkStatus, Layout, Verdict
 from kvserve.transfer.planes.base import FetchPlane, OutgoingFrame
 from kvserve.transfer.ports import C, SliceSource
+from kvserve.transfer.turns import Turns
 
 _Faults = dict[int, Verdict]
 
@@ -52,7 +53,9 @@ class FetchPump(Generic[C]):
         chunks: Sequence[C | None],
         frame_size_bytes: int,
         frames_in_flight: int,
+        turns: Turns,
     ) -> None:
+        self._turns = turns
         self._source = source
         self._threads = threads
         self._plane = plane
@@ -68,6 +71,7 @@ class FetchPump(Generic[C]):
         window: deque[_Reading] = deque()
         try:
             while True:
+                await self._turns.take()
                 # Fill the window only while its head waits for a disk: what is in page cache is
                 # read right before it is sent.
                 while len(window) < self._frames_in_flight and (

@@ -1,10 +1,12 @@
 """The server's side of one store: frames in, slices to their files, chunks published at the end.
 
 Theory of operation. The rpc feeds frames as they come. Each is checked by the session at once and
-written by one job on the fs threads; at most `frames_in_flight` jobs are open, then `feed` waits
-and gRPC's flow control holds the client back. A second task follows the jobs in order and reports
-each layer when its last job is done, so that a prefill that waits for that report is never stuck
-behind its own next layer. A chunk whose write fails is dropped and reported; the others go on.
+queued; at most `frames_in_flight` are unwritten, then `feed` waits and gRPC's flow control holds
+the client back. Up to two jobs on the fs threads write what is queued until nothing is, so a busy
+store costs no thread hop per frame (two, since each waits for Python's lock after every write); when
+frames come again there is a new job. Layers are reported by a task of their own, so that a prefill
+that waits for the report of a layer is never stuck behind its own next one. A chunk whose write
+fails is dropped and reported; the others go on.
 """
 
 import asyncio
@@ -19,7 +21,10 @@ from kvserve.transfer.batches import in_batches
 from kvserve.transfer.ports import SliceSink
 from kvserve.transfer.store_session import SliceWrite, StoreSession
 
-_Job = tuple["asyncio.Future[None]", int, bool]
+_Frame = tuple[list[SliceWrite], int]
+"""The writes of a frame and its layer."""
+
+_JOBS_MAX = 2
 
 
 def failure_verdict(error: KvserveError) -> Verdict:
@@ -29,7 +34,7 @@ def failure_verdict(error: KvserveError) -> Verdict:
 
 
 class StorePump:
-    """Runs one store. `writers` are open, by chunk index.
+    """Runs one store. `writers` by chunk index; `verdicts` say how each ended.
 
     Call `feed` for each frame, then `finish`; always `close`.
     """
@@ -47,58 +52,109 @@ class StorePump:
         self._writers = writers
         self._threads = threads
         self._layer_stored = layer_stored
-        self._room = asyncio.Semaphore(frames_in_flight)
-        self._jobs: deque[_Job] = deque()
+        self._frames_in_flight = frames_in_flight
+        # Filled by the loop, emptied by the job: a deque's ends are safe for that.
+        self._queue: deque[_Frame] = deque()
+        self._unwritten = 0
+        self._room = asyncio.Event()
+        self._jobs = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        # By layer: frames that are not written yet; the layer's last one has come.
+        self._unwritten_of: dict[int, int] = {}
+        self._whole_layers: set[int] = set()
+        self._defect: BaseException | None = None
+        self._to_report: deque[int] = deque()
         self._reporter: asyncio.Task[None] | None = None
         self.verdicts: dict[int, Verdict] = {}
 
     async def feed(self, header: FrameHeader, payload: memoryview) -> None:
-        """Takes one frame; waits while too many writes are open.
+        """Takes one frame; waits while too many are not written yet.
 
         Raises:
             InvalidRequest: the frame breaks a rule of the session.
         """
         writes, completes = self._session.feed(header, payload)
-        await self._room.acquire()
-        loop = asyncio.get_running_loop()
-        job = loop.run_in_executor(self._threads, self._write_blocking, writes)
-        job.add_done_callback(lambda _: self._room.release())
-        self._jobs.append((job, header.layer_index, completes))
-        if self._reporter is None or self._reporter.done():
-            await self._settle_reporter()
-            self._reporter = loop.create_task(self._report_layers())
+        self._check()
+        layer_index = header.layer_index
+        self._unwritten += 1
+        self._unwritten_of[layer_index] = self._unwritten_of.get(layer_index, 0) + 1
+        if completes:
+            self._whole_layers.add(layer_index)
+        self._queue.append((writes, layer_index))
+        if self._jobs < _JOBS_MAX:
+            self._start_job()
+        while self._unwritten >= self._frames_in_flight:
+            self._room.clear()
+            await self._room.wait()
+            self._check()
 
     async def finish(self) -> None:
         """The client has sent everything: publishes what is complete, fills in `verdicts`."""
-        await self._settle_reporter()
+        await self._idle.wait()
+        self._check()
         if self._session.is_complete:
             await in_batches(self._threads, self._commit_blocking, list(self._writers))
-            return
-        text = f"the client ended early: {self._session!r}"
-        for chunk_index in self._writers:
-            self.verdicts.setdefault(chunk_index, Verdict(ChunkStatus.INCOMPLETE, text))
-
-    async def close(self) -> None:
-        """Waits until no thread writes any more; the writers are the caller's again."""
-        if self._reporter is not None:
-            self._reporter.cancel()
-            await asyncio.wait([self._reporter])
-        if self._jobs:
-            await asyncio.wait([job for job, _, _ in self._jobs])
-
-    async def _settle_reporter(self) -> None:
+        else:
+            text = f"the client ended early: {self._session!r}"
+            for chunk_index in self._writers:
+                self.verdicts.setdefault(chunk_index, Verdict(ChunkStatus.INCOMPLETE, text))
         if self._reporter is not None:
             await self._reporter
 
-    async def _report_layers(self) -> None:
-        """Follows the jobs in order; ends when there is none, `feed` starts it again."""
-        while self._jobs:
-            job, layer_index, completes = self._jobs[0]
-            await asyncio.wait([job])
-            job.result()
-            self._jobs.popleft()
-            if completes:
-                await self._layer_stored(layer_index)
+    async def close(self) -> None:
+        """Waits until no thread writes any more; the writers are the caller's again."""
+        self._queue.clear()
+        if self._reporter is not None:
+            self._reporter.cancel()
+            await asyncio.wait([self._reporter])
+        await self._idle.wait()
+
+    def _check(self) -> None:
+        """Raises what makes it pointless to go on."""
+        if self._defect is not None:
+            raise self._defect
+        if self._reporter is not None and self._reporter.done():
+            self._reporter.result()  # the client is gone
+
+    def _start_job(self) -> None:
+        self._jobs += 1
+        self._idle.clear()
+        loop = asyncio.get_running_loop()
+        job = loop.run_in_executor(self._threads, self._drain_blocking, loop)
+        job.add_done_callback(self._job_done)
+
+    def _job_done(self, job: "asyncio.Future[None]") -> None:
+        self._jobs -= 1
+        self._defect = self._defect or job.exception()
+        if self._queue and self._defect is None:
+            self._start_job()  # a frame came while the job was ending
+        elif not self._jobs:
+            self._idle.set()
+            self._room.set()
+
+    def _frame_written(self, layer_index: int) -> None:
+        self._unwritten -= 1
+        self._room.set()
+        self._unwritten_of[layer_index] -= 1
+        if layer_index in self._whole_layers and not self._unwritten_of[layer_index]:
+            self._to_report.append(layer_index)
+            if self._reporter is None:
+                self._reporter = asyncio.get_running_loop().create_task(self._report())
+
+    async def _report(self) -> None:
+        while self._to_report:
+            await self._layer_stored(self._to_report.popleft())
+        self._reporter = None
+
+    def _drain_blocking(self, loop: asyncio.AbstractEventLoop) -> None:
+        while True:
+            try:
+                writes, layer_index = self._queue.popleft()
+            except IndexError:
+                return
+            self._write_blocking(writes)
+            loop.call_soon_threadsafe(self._frame_written, layer_index)
 
     def _write_blocking(self, writes: list[SliceWrite]) -> None:
         for write in writes:

@@ -53,7 +53,7 @@ class Tree:
 
     def begin(self, index: int, layers: range = range(len(SIZES))) -> ChunkWriter:
         writer = self.store.writer(self.where, index)
-        writer.open_blocking()
+
         for layer in layers:
             writer.write_blocking(layer, 0, memoryview(slice_of(layer, index, SIZES[layer])))
         return writer
@@ -62,7 +62,7 @@ class Tree:
         return [checksum(slice_of(layer, index, size)) for layer, size in enumerate(SIZES)]
 
     def write_whole(self, writer: ChunkWriter, index: int) -> None:
-        writer.open_blocking()
+
         for layer, size in enumerate(SIZES):
             writer.write_blocking(layer, 0, memoryview(slice_of(layer, index, size)))
         writer.commit_blocking(self.sums(index))

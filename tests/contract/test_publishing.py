@@ -20,7 +20,7 @@ class TestPublishing:
         """T3, B1: a put is never half visible."""
         assert tree.status(0) == ABSENT
         writer = tree.store.writer(tree.where, 0)
-        writer.open_blocking()
+
         assert tree.status(0) == ABSENT
         for layer, size in enumerate(SIZES):
             writer.write_blocking(layer, 0, memoryview(slice_of(layer, 0, size)))

@@ -26,7 +26,7 @@ def written_today(golden: GoldenChunk, root: Path) -> Path:
     )
     where = store.locate(golden.descriptor)
     writer = store.writer(where, 0)
-    writer.open_blocking()
+
     slices = golden.payloads()
     for layer_index, data in enumerate(slices):
         writer.write_blocking(layer_index, 0, memoryview(data))

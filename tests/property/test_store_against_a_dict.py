@@ -87,7 +87,7 @@ class StoreMachine(RuleBasedStateMachine):
     def begin(self, server: int, index: int) -> tuple[int, ChunkWriter]:
         store = self.stores[server]
         writer = store.writer(store.locate(DESCRIPTOR), index)
-        writer.open_blocking()
+
         writer.write_blocking(0, 0, memoryview(slices_of(index)[0]))
         self.writers.append((index, writer))
         return index, writer
