@@ -3,10 +3,10 @@
 Theory of operation. The rpc feeds frames as they come. Each is checked by the session at once and
 queued; at most `frames_in_flight` are unwritten, then `feed` waits and gRPC's flow control holds
 the client back. Up to two jobs on the fs threads write what is queued until nothing is, so a busy
-store costs no thread hop per frame (two, since each waits for Python's lock after every write); when
-frames come again there is a new job. Layers are reported by a task of their own, so that a prefill
-that waits for the report of a layer is never stuck behind its own next one. A chunk whose write
-fails is dropped and reported; the others go on.
+store costs no thread hop per frame (two, since each waits for Python's lock after every write);
+when frames come again there is a new job. Layers are reported by a task of their own, so that a
+prefill that waits for the report of a layer is never stuck behind its own next layer. A chunk whose
+write fails is dropped and reported; the others go on.
 """
 
 import asyncio
@@ -105,10 +105,11 @@ class StorePump:
     async def close(self) -> None:
         """Waits until no thread writes any more; the writers are the caller's again."""
         self._queue.clear()
+        self._whole_layers.clear()  # nobody is told any more
+        await self._idle.wait()
         if self._reporter is not None:
             self._reporter.cancel()
             await asyncio.wait([self._reporter])
-        await self._idle.wait()
 
     def _check(self) -> None:
         """Raises what makes it pointless to go on."""

@@ -131,7 +131,7 @@ BAD_STARTS = {
     "unknown section": (["--root", "{tmp}", "--set", "x.y=1"], "x: Extra inputs"),
     "bad value": (
         ["--root", "{tmp}", "--set", "store.io_threads=0"],
-        "store.io_threads: Input should be greater than or equal to 1 (got '0')",
+        "store.io_threads: Input should be greater than or equal to 1 (got 0)",
     ),
     "bad durability": (["--root", "{tmp}", "--set", "store.durability=x"], "store.durability"),
     "no equals sign": (["--root", "{tmp}", "--set", "limits"], "must be SECTION.KEY=VALUE"),

@@ -1,6 +1,7 @@
 """A store on a real tree, in short words for what tests do to it; a file system that fails."""
 
 import os
+import time
 from pathlib import Path
 from random import Random
 
@@ -9,6 +10,7 @@ from kvserve.format.chunk_file import checksum
 from kvserve.fs import FileSystem, PosixFileSystem
 from kvserve.model import ChunkStatus, Descriptor, Verdict
 from kvserve.store.chunk_store import ChunkLocations, ChunkStore
+from kvserve.store.known import KnownChunks
 from kvserve.store.open_chunks import OpenChunk
 from kvserve.store.publish import ChunkWriter
 from tests.unit.samples import HYBRID, descriptor_of, slice_of
@@ -38,6 +40,7 @@ class Tree:
             open_files_max=open_files_max,
             survives_power_loss=survives_power_loss,
             random=Random(5),
+            known=KnownChunks(chunks_max=1000, ttl_s=60, clock=time.monotonic),
         )
         self.descriptor: Descriptor = descriptor_of(chunks, HYBRID)
         self.where: ChunkLocations = self.store.locate(self.descriptor)

@@ -47,7 +47,7 @@ class TestPublishing:
     def test_an_abandoned_writer_leaves_nothing(self, tree: Tree, layers: range) -> None:
         before = open_files()
         writer = tree.begin(0, layers)
-        assert len(tree.files()) == 1, "it writes somewhere"
+        assert len(tree.files()) == (1 if layers else 0), "the first write makes the file"
         writer.abandon_blocking()
         writer.abandon_blocking()
         assert tree.files() == []

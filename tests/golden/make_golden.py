@@ -5,6 +5,7 @@ would write other bytes, this says so and fails; the way out is a new format ver
 """
 
 import sys
+import time
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -12,6 +13,7 @@ from tempfile import TemporaryDirectory
 from kvserve.format.chunk_file import checksum
 from kvserve.fs import PosixFileSystem
 from kvserve.store.chunk_store import ChunkStore
+from kvserve.store.known import KnownChunks
 from tests.golden.chunks import ALL, GoldenChunk
 
 
@@ -23,6 +25,7 @@ def written_today(golden: GoldenChunk, root: Path) -> Path:
         open_files_max=16,
         survives_power_loss=False,
         random=Random(0),
+        known=KnownChunks(chunks_max=1000, ttl_s=60, clock=time.monotonic),
     )
     where = store.locate(golden.descriptor)
     writer = store.writer(where, 0)

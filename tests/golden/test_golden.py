@@ -2,6 +2,7 @@
 
 import hashlib
 import struct
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -14,6 +15,7 @@ from kvserve.format.chunk_file import ChunkGeometry, checksum
 from kvserve.fs import PosixFileSystem
 from kvserve.model import ChunkStatus, Verdict
 from kvserve.store.chunk_store import ChunkStore
+from kvserve.store.known import KnownChunks
 from kvserve.store.open_chunks import OpenChunk
 from tests.golden.chunks import ALL, GoldenChunk
 from tests.golden.make_golden import main, written_today
@@ -44,6 +46,7 @@ def test_the_store_serves_it(golden: GoldenChunk, tmp_path: Path) -> None:
         open_files_max=16,
         survives_power_loss=False,
         random=Random(0),
+        known=KnownChunks(chunks_max=1000, ttl_s=60, clock=time.monotonic),
     )
     where = store.locate(golden.descriptor)
     assert where.path(0) == str(place)

@@ -6,6 +6,7 @@ see the same. Whatever happened before, a read gives the original bytes or a mis
 
 import os
 import shutil
+import time
 from pathlib import Path
 from random import Random
 from tempfile import mkdtemp
@@ -18,6 +19,7 @@ from kvserve.format.chunk_file import checksum
 from kvserve.fs import PosixFileSystem
 from kvserve.model import ChunkStatus, Verdict
 from kvserve.store.chunk_store import ChunkStore
+from kvserve.store.known import KnownChunks
 from kvserve.store.open_chunks import OpenChunk
 from kvserve.store.publish import ChunkWriter
 from tests.unit.samples import SMALL, descriptor_of, slice_of
@@ -54,6 +56,7 @@ class StoreMachine(RuleBasedStateMachine):
             open_files_max=2,
             survives_power_loss=False,
             random=Random(1),
+            known=KnownChunks(chunks_max=1000, ttl_s=60, clock=time.monotonic),
         )
 
     def _path(self, index: int) -> Path:

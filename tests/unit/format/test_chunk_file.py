@@ -14,7 +14,7 @@ from kvserve.format.chunk_file import (
     ChunkGeometry,
     checksum,
 )
-from kvserve.model import ChunkStatus, Descriptor, Layout, Shard, Verdict, attention, latent
+from kvserve.model import ChunkStatus, Descriptor, Layout, Shard, Verdict, attention, latent, opaque
 from tests.unit.samples import HYBRID, SMALL, descriptor_of, hash_of, identity_of
 
 DESCRIPTOR = descriptor_of(layout=HYBRID)
@@ -61,11 +61,23 @@ class TestGeometry:
         assert geometry.file_size_bytes % ALIGNMENT_BYTES == 0
         assert end <= geometry.file_size_bytes < end + ALIGNMENT_BYTES
 
-    def test_llama_chunk_file_has_one_page_of_header(self) -> None:
+    def test_slices_are_aligned_as_far_as_their_sizes_allow_without_padding(self) -> None:
+        def first_and_size(*sizes: int) -> tuple[int, int]:
+            layout = Layout("int8", 1, tuple(opaque(size) for size in sizes))
+            geometry = ChunkGeometry(descriptor_of(layout=layout).key(0))
+            return geometry.slice_offsets[0], geometry.file_size_bytes
+
+        assert first_and_size(65536, 131072) == (65536, 65536 + 3 * 65536)
+        assert first_and_size(1 << 20) == (65536, 65536 + (1 << 20))
+        assert first_and_size(65536, 16384) == (16384, 16384 + 65536 + 16384)
+        assert first_and_size(18432, 18432) == (4096, 4096 + 2 * 20480)
+        assert first_and_size(1) == (4096, 8192)
+
+    def test_llama_chunk_file_has_slices_on_64_kib(self) -> None:
         layout = Layout("bfloat16", 16, (attention(8, 128),) * 32)
         geometry = ChunkGeometry(descriptor_of(layout=layout).key(0))
-        assert geometry.slice_offsets == tuple(4096 + 65536 * layer for layer in range(32))
-        assert geometry.file_size_bytes == 4096 + layout.chunk_size_bytes
+        assert geometry.slice_offsets == tuple(65536 * (1 + layer) for layer in range(32))
+        assert geometry.file_size_bytes == 65536 + layout.chunk_size_bytes
 
     def test_the_largest_layout_has_a_geometry(self) -> None:
         layout = Layout("int8", 1, (latent(1), latent(2)) * 2048)

@@ -12,6 +12,7 @@ from kvserve.format.chunk_file import checksum
 from kvserve.format.frames import FrameHeader
 from kvserve.model import ChunkStatus, Verdict
 from kvserve.transfer.fetch_pump import FetchPump
+from kvserve.transfer.turns import Turns
 from tests.unit.samples import HYBRID, frames_of, slice_of
 
 LAYERS = range(HYBRID.layer_count)
@@ -141,6 +142,7 @@ def pump_of(
         chunks=chunks,
         frame_size_bytes=frame_size_bytes,
         frames_in_flight=frames_in_flight,
+        turns=Turns(),
     )
 
 

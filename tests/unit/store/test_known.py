@@ -1,0 +1,70 @@
+"""Lookups without system calls: what is known, for how long, in how much memory."""
+
+import sys
+
+import pytest
+
+from kvserve.store.known import KnownChunks
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def known(clock: Clock, chunks_max: int = 100) -> KnownChunks:
+    return KnownChunks(chunks_max=chunks_max, ttl_s=5.0, clock=clock)
+
+
+def test_an_entry_is_trusted_for_its_time_and_no_longer(clock: Clock) -> None:
+    chunks = known(clock)
+    chunks.add(1)
+    clock.now = 5.0
+    chunks.refresh()
+    assert chunks.has(1)
+    clock.now = 5.1
+    chunks.refresh()
+    assert not chunks.has(1)
+    chunks.add(1)
+    assert chunks.has(1), "seen again"
+
+
+def test_deleted_is_unknown_at_once(clock: Clock) -> None:
+    chunks = known(clock)
+    chunks.add(1)
+    chunks.discard(1)
+    chunks.discard(1)
+    assert not chunks.has(1)
+
+
+def test_the_oldest_go_first(clock: Clock) -> None:
+    chunks = known(clock, chunks_max=3)
+    for key in (1, 2, 3):
+        chunks.add(key)
+    chunks.add(1)  # seen again: younger than 2
+    chunks.add(4)
+    assert [chunks.has(key) for key in (1, 2, 3, 4)] == [True, False, True, True]
+    assert len(chunks) == 3
+
+
+def test_none_are_kept_if_none_may_be(clock: Clock) -> None:
+    chunks = known(clock, chunks_max=0)
+    chunks.add(1)
+    assert not chunks.has(1)
+
+
+def test_memory_stays_under_200_bytes_a_chunk(clock: Clock) -> None:
+    count = 100_000
+    chunks = known(clock, chunks_max=count)
+    keys = [(key * 0x9E3779B97F4A7C15) & (2**64 - 1) for key in range(count)]
+    for key in keys:
+        chunks.add(key)
+    size = sys.getsizeof(chunks._seen_at) + sum(map(sys.getsizeof, keys))
+    assert size / count < 200
