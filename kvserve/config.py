@@ -56,6 +56,15 @@ class StoreConfig(_Section):
     open_files_max: int = Field(
         16384, ge=64, le=1 << 20, description="Chunk files held open, readers and writers together."
     )
+    owner_lease_s: float = Field(
+        60.0,
+        ge=1,
+        le=3600,
+        description="A server not heard of for so long is dead; its unfinished files are removed.",
+    )
+    sweep_interval_s: float = Field(
+        3600.0, ge=1, le=86400, description="Pause between two rounds of removing such files."
+    )
     known_chunks_max: int = Field(
         1 << 20, ge=0, le=1 << 28, description="Chunks remembered as present, about 120 bytes each."
     )

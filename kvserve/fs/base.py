@@ -58,6 +58,9 @@ class FileSystem(Protocol):
     def is_same(self, fd: int, path: str) -> bool:
         """Whether `path` names the file that is open as `fd`."""
 
+    def modified_at(self, path: str) -> float | None:
+        """When the file was last written, by the file system's clock, seconds; None if missing."""
+
     def rename(self, source: str, target: str) -> None:
         """Atomically gives `source` the name `target`, replacing what had it."""
 

@@ -139,6 +139,13 @@ class PosixFileSystem:
             except (FileNotFoundError, NotADirectoryError):
                 return False
 
+    def modified_at(self, path: str) -> float | None:
+        with _translated("stat", path):
+            try:
+                return os.stat(path).st_mtime
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
     def rename(self, source: str, target: str) -> None:
         with _translated("rename", source):
             os.rename(source, target)

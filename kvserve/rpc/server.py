@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from random import Random
 
 import grpc
@@ -30,11 +31,16 @@ from kvserve.rpc.servicer import Servicer
 from kvserve.service import Service
 from kvserve.store.chunk_store import ChunkStore
 from kvserve.store.known import KnownChunks
+from kvserve.store.owners import Owner
+from kvserve.store.paths import TempNames
+from kvserve.upkeep import Upkeep
 
 log = logging.getLogger(__name__)
 
 # What the process needs beside chunk files: sockets, the loop's own, libraries.
 _OTHER_FILES = 512
+# Between two directories of a sweep: 4,096 take some 20 s, and a metadata server hardly notices.
+_SWEEP_PAUSE_S = 0.005
 
 
 def channel_options(message_size_bytes_max: int) -> list[tuple[str, int]]:
@@ -73,12 +79,12 @@ class Server:
         """
         config = self._config
         loop = asyncio.get_running_loop()
-        self._store, kind = await loop.run_in_executor(
-            self._threads, _open_store_blocking, config.store
-        )
-        self.service = Service(self._store, self._threads, config.limits)
+        tree = await loop.run_in_executor(self._threads, _open_tree_blocking, config.store)
+        self.service = Service(tree.store, self._threads, config.limits)
         server = grpc.aio.server(options=channel_options(config.limits.message_size_bytes_max))
-        server.add_generic_rpc_handlers((Servicer(self.service, config.limits, kind).handlers(),))
+        server.add_generic_rpc_handlers(
+            (Servicer(self.service, config.limits, tree.file_system).handlers(),)
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(
             (SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server
@@ -86,14 +92,24 @@ class Server:
         try:
             port = server.add_insecure_port(self.address)
         except RuntimeError as error:
+            await loop.run_in_executor(self._threads, tree.owner.release_blocking)
             raise InvalidRequest(f"cannot listen on {self.address}: {error}") from error
         if not self.address.startswith("unix:"):
             self.address = f"{self.address.rpartition(':')[0]}:{port}"
         await server.start()
-        self._server = server
+        self._server, self._tree = server, tree
+        self._upkeep = Upkeep(
+            tree.store.fs,
+            tree.store.root,
+            tree.owner,
+            self._threads,
+            sweep_interval_s=config.store.sweep_interval_s,
+            pause_s=_SWEEP_PAUSE_S,
+        )
+        self._upkeep.start()
         for name in ("", SERVICE):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        log.debug("serving %s (%s) on %s", self._store.root, kind, self.address)
+        log.debug("serving %s (%s) on %s", tree.store.root, tree.file_system, self.address)
 
     async def stop(self) -> None:
         """Turns health to NOT_SERVING, refuses new rpcs, waits for open ones up to the limit."""
@@ -102,8 +118,10 @@ class Server:
         timeout_s = self._config.server.drain_timeout_s
         log.info("draining for at most %.0f s", timeout_s)
         await self._server.stop(timeout_s)
+        await self._upkeep.stop()
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._threads, self._store.open_chunks.close_idle_blocking)
+        close_idle_blocking = self._tree.store.open_chunks.close_idle_blocking
+        await loop.run_in_executor(self._threads, close_idle_blocking)
         await loop.run_in_executor(None, self._threads.shutdown)
         log.info("stopped")
 
@@ -121,28 +139,41 @@ async def serve(config: Config, *, started: Callable[[Server], None]) -> None:
     await server.stop()
 
 
-def _open_store_blocking(config: StoreConfig) -> tuple[ChunkStore, str]:
-    """The store on a root that was just written to, and the kind of its file system."""
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """The open root."""
+
+    store: ChunkStore
+    owner: Owner
+    file_system: str
+
+
+def _open_tree_blocking(config: StoreConfig) -> _Tree:
+    """The store on a root that was just written to, and this server's claim on it."""
     if not config.root:
         raise InvalidRequest("store.root is not set: pass --root DIR or set it in the config")
     fs = PosixFileSystem()
-    store = ChunkStore(
-        fs,
-        os.path.abspath(config.root),
-        open_files_max=_raise_file_limit(config.open_files_max),
-        survives_power_loss=config.durability == "power",
-        # Names need not be secret, only different: seeded from the system once.
-        random=Random(os.urandom(16)),
-        known=KnownChunks(
-            chunks_max=config.known_chunks_max, ttl_s=config.known_ttl_s, clock=time.monotonic
-        ),
-    )
+    root = os.path.abspath(config.root)
+    # Names need not be secret, only different: seeded from the system once.
+    random = Random(os.urandom(16))
+    owner = Owner(fs, root, random, lease_s=config.owner_lease_s)
     try:
+        owner.claim_blocking()
+        store = ChunkStore(
+            fs,
+            root,
+            open_files_max=_raise_file_limit(config.open_files_max),
+            survives_power_loss=config.durability == "power",
+            names=TempNames(owner.tag, random),
+            known=KnownChunks(
+                chunks_max=config.known_chunks_max, ttl_s=config.known_ttl_s, clock=time.monotonic
+            ),
+        )
         store.check_root_blocking()
-        return store, fs.kind(store.root)
+        return _Tree(store, owner, fs.kind(root))
     except KvserveError as error:
         raise InvalidRequest(
-            f"the root {store.root} cannot be used by uid {os.getuid()}: {error}"
+            f"the root {root} cannot be used by uid {os.getuid()}: {error}"
         ) from error
 
 

@@ -7,7 +7,6 @@ miss and the next put heals it.
 
 import contextlib
 from collections.abc import Sequence
-from random import Random
 
 import xxhash
 
@@ -18,7 +17,7 @@ from kvserve.model import ChunkKey, ChunkStatus, Descriptor, Verdict
 from kvserve.store.known import KnownChunks
 from kvserve.store.namespaces import Namespaces
 from kvserve.store.open_chunks import OpenChunk, OpenChunks
-from kvserve.store.paths import QUARANTINE_DIR, chunk_path, shard_dir
+from kvserve.store.paths import QUARANTINE_DIR, TempNames, chunk_path, shard_dir
 from kvserve.store.publish import ChunkWriter
 from kvserve.store.temp_file import create_temp_blocking
 
@@ -33,14 +32,14 @@ class ChunkStore:
         *,
         open_files_max: int,
         survives_power_loss: bool,
-        random: Random,
+        names: TempNames,
         known: KnownChunks,
     ) -> None:
         self.fs = fs
         self.root = root
-        self._random = random
+        self._names = names
         self._survives_power_loss = survives_power_loss
-        self._namespaces = Namespaces(fs, root, random)
+        self._namespaces = Namespaces(fs, root, names)
         self._known = known
         self.open_chunks = OpenChunks(fs, open_files_max)
 
@@ -59,7 +58,7 @@ class ChunkStore:
         """
         self.fs.make_dirs(self.root)
         # A name of its own: servers start together, with the same pid in their containers.
-        probe, fd = create_temp_blocking(self.fs, f"{self.root}/probe", self._random)
+        probe, fd = create_temp_blocking(self.fs, f"{self.root}/probe", self._names)
         try:
             try:
                 self.fs.write_all(fd, b"kvserve", 0)
@@ -159,7 +158,7 @@ class ChunkStore:
         return ChunkWriter(
             self.fs,
             self.open_chunks,
-            self._random,
+            self._names,
             path=where.path(chunk_index),
             geometry=where.geometry,
             chunk_hash=where.descriptor.chunk_hashes[chunk_index],

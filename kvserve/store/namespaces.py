@@ -6,13 +6,12 @@ names a namespace that the tenant does not have, the identities the tenant does 
 """
 
 from collections import OrderedDict
-from random import Random
 
 from kvserve.errors import StorageError
 from kvserve.format.identity import differences, model_of
 from kvserve.fs import FileSystem
 from kvserve.model import ChunkKey
-from kvserve.store.paths import IDENTITY_NAME, chunk_path, namespace_dir
+from kvserve.store.paths import IDENTITY_NAME, TempNames, chunk_path, namespace_dir
 from kvserve.store.temp_file import create_temp_blocking
 
 _KNOWN_MAX = 4096
@@ -23,10 +22,10 @@ _ENCODED_SIZE_BYTES_MAX = 1 << 20
 class Namespaces:
     """Used from the fs threads only; racing calls do the same work twice, harmlessly."""
 
-    def __init__(self, fs: FileSystem, root: str, random: Random) -> None:
+    def __init__(self, fs: FileSystem, root: str, names: TempNames) -> None:
         self._fs = fs
         self._root = root
-        self._random = random
+        self._names = names
         self._known: OrderedDict[str, None] = OrderedDict()
 
     def ensure_blocking(self, key: ChunkKey) -> None:
@@ -36,7 +35,7 @@ class Namespaces:
             return
         path = f"{directory}/{IDENTITY_NAME}"
         if self._fs.size(path) is None:
-            temp, fd = create_temp_blocking(self._fs, path, self._random)
+            temp, fd = create_temp_blocking(self._fs, path, self._names)
             try:
                 try:
                     self._fs.write_all(fd, key.identity.encoded, 0)

@@ -4,6 +4,7 @@
 <tenant>/<namespace>/<rank>of<count>/<fan>/<chunk hash in hex>
 <tenant>/<namespace>/identity            the encoded identity, for people and for miss reasons
 .quarantine/                             files that failed a check
+.servers/<tag>                           which servers live, see owners.py
 ```
 
 `fan` is 3 hex digits of the hash's xxh3: 4,096 directories however an engine makes its hashes, so
@@ -11,6 +12,7 @@
 costs a metadata operation. Tenants cannot start with a dot: dot names in the root are the server's.
 """
 
+import re
 from random import Random
 from typing import Final
 
@@ -20,6 +22,7 @@ from kvserve.model import ChunkKey
 
 IDENTITY_NAME: Final = "identity"
 QUARANTINE_DIR: Final = ".quarantine"
+SERVERS_DIR: Final = ".servers"
 _FAN_BITS: Final = 12
 
 _LOWER: Final = "abcdefghijklmnopqrstuvwxyz"
@@ -44,20 +47,35 @@ def fan_dirs(shard_directory: str) -> list[str]:
     return [f"{shard_directory}/{fan:03x}" for fan in range(1 << _FAN_BITS)]
 
 
-def temp_path(path: str, random: Random) -> str:
-    """A name beside `path` for its bytes until they are whole.
+def new_tag(random: Random) -> str:
+    """A server's tag: a lower-case letter, an upper-case one and a digit, in any order."""
+    return _mixed(random)
 
-    `.NAME.XXXXXX` with a mixed suffix is the form that Lustre's crush directory hash places like
-    NAME itself, so that the rename stays on one metadata target; docs/operations.md has more.
+
+class TempNames:
+    """Temporary names of one server. `.NAME.XXXXXX`: its tag, then three random letters.
+
+    A mixed suffix of this form is what Lustre's crush directory hash places like NAME itself, so
+    that the rename stays on one metadata target.
     """
-    directory, _, name = path.rpartition("/")
-    letters = [
-        random.choice(_LOWER),
-        random.choice(_LOWER).upper(),
-        random.choice(_DIGITS),
-        random.choice(_DIGITS),
-        random.choice(_LOWER),
-        random.choice(_LOWER).upper(),
-    ]
+
+    def __init__(self, tag: str, random: Random) -> None:
+        self._tag = tag
+        self._random = random
+
+    def beside(self, path: str) -> str:
+        """A name in the directory of `path` for its bytes until they are whole."""
+        directory, _, name = path.rpartition("/")
+        return f"{directory}/.{name}.{self._tag}{_mixed(self._random)}"
+
+
+def temp_owner(name: str) -> str | None:
+    """The tag in a temporary file's name; None for any other name."""
+    found = re.fullmatch(r"\..+\.([A-Za-z0-9]{3})[A-Za-z0-9]{3}", name)
+    return found.group(1) if found else None
+
+
+def _mixed(random: Random) -> str:
+    letters = [random.choice(_LOWER), random.choice(_LOWER).upper(), random.choice(_DIGITS)]
     random.shuffle(letters)
-    return f"{directory}/.{name}.{''.join(letters)}"
+    return "".join(letters)

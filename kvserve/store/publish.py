@@ -16,12 +16,12 @@ dot name that no reader looks at.
 """
 
 import threading
-from random import Random
 from typing import Protocol
 
 from kvserve.errors import StorageError
 from kvserve.format.chunk_file import ChunkGeometry
 from kvserve.fs import FileSystem
+from kvserve.store.paths import TempNames
 from kvserve.store.temp_file import create_temp_blocking
 
 
@@ -45,7 +45,7 @@ class ChunkWriter:
         self,
         fs: FileSystem,
         files: OpenFiles,
-        random: Random,
+        names: TempNames,
         *,
         path: str,
         geometry: ChunkGeometry,
@@ -55,7 +55,7 @@ class ChunkWriter:
         self.path = path
         self._fs = fs
         self._files = files
-        self._random = random
+        self._names = names
         self._geometry = geometry
         self._chunk_hash = chunk_hash
         self._survives_power_loss = survives_power_loss
@@ -74,7 +74,7 @@ class ChunkWriter:
         self._write(data, self._geometry.slice_offsets[layer_index] + slice_offset)
 
     def _open_blocking(self) -> None:
-        self._temp, fd = create_temp_blocking(self._fs, self.path, self._random)
+        self._temp, fd = create_temp_blocking(self._fs, self.path, self._names)
         if self._files.take_blocking():
             self._fd = fd
         else:

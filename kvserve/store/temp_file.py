@@ -1,21 +1,19 @@
-"""New files under temporary names: see `paths.temp_path` for their form."""
-
-from random import Random
+"""New files under temporary names: see `paths.TempNames` for their form."""
 
 from kvserve.fs import FileSystem
-from kvserve.store.paths import temp_path
+from kvserve.store.paths import TempNames
 
 _TRIES = 8
 
 
-def create_temp_blocking(fs: FileSystem, path: str, random: Random) -> tuple[str, int]:
+def create_temp_blocking(fs: FileSystem, path: str, names: TempNames) -> tuple[str, int]:
     """A new empty file beside `path`, its directory made if need be; its name and descriptor.
 
     Raises:
         StorageError, Overloaded: the file system refused.
     """
     for _ in range(_TRIES):
-        temp = temp_path(path, random)
+        temp = names.beside(path)
         try:
             fd = fs.create(temp)
             if fd is None:

@@ -12,6 +12,7 @@ from kvserve.model import ChunkStatus, Descriptor, Verdict
 from kvserve.store.chunk_store import ChunkLocations, ChunkStore
 from kvserve.store.known import KnownChunks
 from kvserve.store.open_chunks import OpenChunk
+from kvserve.store.paths import TempNames
 from kvserve.store.publish import ChunkWriter
 from tests.unit.samples import HYBRID, descriptor_of, slice_of
 
@@ -39,7 +40,7 @@ class Tree:
             str(root),
             open_files_max=open_files_max,
             survives_power_loss=survives_power_loss,
-            random=Random(5),
+            names=TempNames("aB3", Random(5)),
             known=KnownChunks(chunks_max=1000, ttl_s=60, clock=time.monotonic),
         )
         self.descriptor: Descriptor = descriptor_of(chunks, HYBRID)

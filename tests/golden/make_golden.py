@@ -14,6 +14,7 @@ from kvserve.format.chunk_file import checksum
 from kvserve.fs import PosixFileSystem
 from kvserve.store.chunk_store import ChunkStore
 from kvserve.store.known import KnownChunks
+from kvserve.store.paths import TempNames
 from tests.golden.chunks import ALL, GoldenChunk
 
 
@@ -24,7 +25,7 @@ def written_today(golden: GoldenChunk, root: Path) -> Path:
         str(root),
         open_files_max=16,
         survives_power_loss=False,
-        random=Random(0),
+        names=TempNames("aB3", Random(0)),
         known=KnownChunks(chunks_max=1000, ttl_s=60, clock=time.monotonic),
     )
     where = store.locate(golden.descriptor)

@@ -17,6 +17,7 @@ from kvserve.model import ChunkStatus, Verdict
 from kvserve.store.chunk_store import ChunkStore
 from kvserve.store.known import KnownChunks
 from kvserve.store.open_chunks import OpenChunk
+from kvserve.store.paths import TempNames
 from tests.golden.chunks import ALL, GoldenChunk
 from tests.golden.make_golden import main, written_today
 
@@ -45,7 +46,7 @@ def test_the_store_serves_it(golden: GoldenChunk, tmp_path: Path) -> None:
         str(tmp_path),
         open_files_max=16,
         survives_power_loss=False,
-        random=Random(0),
+        names=TempNames("aB3", Random(0)),
         known=KnownChunks(chunks_max=1000, ttl_s=60, clock=time.monotonic),
     )
     where = store.locate(golden.descriptor)

@@ -21,6 +21,7 @@ from kvserve.model import ChunkStatus, Verdict
 from kvserve.store.chunk_store import ChunkStore
 from kvserve.store.known import KnownChunks
 from kvserve.store.open_chunks import OpenChunk
+from kvserve.store.paths import TempNames
 from kvserve.store.publish import ChunkWriter
 from tests.unit.samples import SMALL, descriptor_of, slice_of
 
@@ -55,7 +56,7 @@ class StoreMachine(RuleBasedStateMachine):
             str(self.root),
             open_files_max=2,
             survives_power_loss=False,
-            random=Random(1),
+            names=TempNames("aB3", Random(1)),
             known=KnownChunks(chunks_max=1000, ttl_s=60, clock=time.monotonic),
         )
 

@@ -10,7 +10,7 @@ from kvserve.errors import StorageFull
 from kvserve.fs import PosixFileSystem
 from kvserve.model import ChunkKey, Descriptor, Shard
 from kvserve.store.namespaces import Namespaces
-from kvserve.store.paths import chunk_path, namespace_dir, shard_dir
+from kvserve.store.paths import TempNames, chunk_path, namespace_dir, shard_dir
 from tests.unit.samples import SMALL, descriptor_of, hash_of, identity_of
 
 FP16 = replace(SMALL, dtype="float16")
@@ -19,7 +19,7 @@ KEY = descriptor_of().key(0)
 
 @pytest.fixture
 def namespaces(tmp_path: Path) -> Namespaces:
-    return Namespaces(PosixFileSystem(), str(tmp_path), Random(1))
+    return Namespaces(PosixFileSystem(), str(tmp_path), TempNames("aB3", Random(1)))
 
 
 def put(namespaces: Namespaces, root: Path, key: ChunkKey) -> None:
@@ -41,7 +41,7 @@ def test_the_identity_file_is_the_encoded_identity(namespaces: Namespaces, tmp_p
 def test_an_identity_file_is_never_rewritten(namespaces: Namespaces, tmp_path: Path) -> None:
     namespaces.ensure_blocking(KEY)
     before = (tmp_path / namespace_dir(KEY) / "identity").stat().st_ino
-    Namespaces(PosixFileSystem(), str(tmp_path), Random(2)).ensure_blocking(KEY)
+    Namespaces(PosixFileSystem(), str(tmp_path), TempNames("aB3", Random(2))).ensure_blocking(KEY)
     assert (tmp_path / namespace_dir(KEY) / "identity").stat().st_ino == before
 
 
@@ -89,7 +89,7 @@ def test_no_reason_in_a_namespace_that_the_tenant_has(
     """Then the chunk is absent or evicted; nothing is listed on the request path."""
     put(namespaces, tmp_path, Descriptor(identity_of(FP16), (hash_of(0),)).key(0))
     namespaces.ensure_blocking(KEY)
-    again = Namespaces(PosixFileSystem(), str(tmp_path), Random(3))
+    again = Namespaces(PosixFileSystem(), str(tmp_path), TempNames("aB3", Random(3)))
     assert namespaces.explain_miss_blocking(KEY) == again.explain_miss_blocking(KEY) == ""
 
 
@@ -117,7 +117,7 @@ class FullFileSystem(PosixFileSystem):
 
 
 def test_a_failed_identity_file_leaves_nothing(tmp_path: Path) -> None:
-    namespaces = Namespaces(FullFileSystem(), str(tmp_path), Random(1))
+    namespaces = Namespaces(FullFileSystem(), str(tmp_path), TempNames("aB3", Random(1)))
     with pytest.raises(StorageFull):
         namespaces.ensure_blocking(KEY)
     assert list((tmp_path / namespace_dir(KEY)).iterdir()) == []

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvserve.model import Shard
-from kvserve.store.paths import chunk_path, namespace_dir, shard_dir, temp_path
+from kvserve.store.paths import TempNames, chunk_path, namespace_dir, new_tag, shard_dir
 from tests.unit.samples import descriptor_of, hash_of, identity_of
 
 ENTRIES_MAX = 4096
@@ -50,7 +50,7 @@ class TestChunkPaths:
 
     def test_the_longest_names_fit_a_directory_entry(self) -> None:
         longest = chunk_path("d", bytes(64))
-        temp = temp_path(longest, Random(0))
+        temp = TempNames("aB3", Random(0)).beside(longest)
         assert len(temp.rpartition("/")[2]) <= 255
         # In quarantine a file's whole path becomes one name.
         key = descriptor_of(tenant="t" * 64, shard=Shard(65535, 65536)).key(0)
@@ -118,14 +118,14 @@ class TestTemporaryNames:
     @given(st.integers())
     def test_every_name_keeps_lustres_rule(self, seed: int) -> None:
         """So that the rename stays on one metadata target."""
-        directory, _, name = temp_path(PATH, Random(seed)).rpartition("/")
+        directory, _, name = TempNames("aB3", Random(seed)).beside(PATH).rpartition("/")
         final_directory, _, target = PATH.rpartition("/")
         assert directory == final_directory, "a rename within one directory"
         assert is_lustre_temporary(name, target)
 
     @given(st.integers())
     def test_the_suffix_mixes_lower_upper_and_digits(self, seed: int) -> None:
-        suffix = temp_path(PATH, Random(seed))[-6:]
+        suffix = TempNames("aB3", Random(seed)).beside(PATH)[-6:]
         assert (
             sum(map(str.islower, suffix)),
             sum(map(str.isupper, suffix)),
@@ -135,7 +135,7 @@ class TestTemporaryNames:
     def test_names_differ(self) -> None:
         """90 orders x 26^4 x 10^2: two in 10,000 names are equal once in 80 tries."""
         random = Random(7)
-        names = {temp_path(PATH, random) for _ in range(10_000)}
+        names = {TempNames(new_tag(random), random).beside(PATH) for _ in range(10_000)}
         assert len(names) >= 9_999
 
     @given(st.binary(min_size=16, max_size=64))

@@ -1,0 +1,96 @@
+"""Which server made a temporary file, and whether that server still lives.
+
+Several servers share one tree, on several hosts, so neither age nor a process id proves that a
+writer is dead. Each server claims a tag of three letters by making `.servers/<tag>`, puts it into
+the names of its temporary files, and touches its file every third of `lease_s`. A tag without a
+file, or whose file was not touched for `lease_s`, has no live owner. Times are compared between
+files of the same tree, so the hosts' clocks do not matter.
+"""
+
+import json
+import os
+import socket
+from random import Random
+
+from kvserve.errors import StorageError
+from kvserve.fs import FileSystem
+from kvserve.store.paths import SERVERS_DIR, new_tag
+
+_TRIES = 32
+
+
+class Owner:
+    """This server's claim. All methods block; `beat_blocking` every `lease_s / 3`."""
+
+    def __init__(self, fs: FileSystem, root: str, random: Random, *, lease_s: float) -> None:
+        self._fs = fs
+        self._root = root
+        self._directory = f"{root}/{SERVERS_DIR}"
+        self._random = random
+        self.lease_s = lease_s
+        self.tag = ""
+
+    def claim_blocking(self) -> None:
+        """Takes a free tag.
+
+        Raises:
+            StorageError: the tree refused.
+        """
+        self._fs.make_dirs(self._root)
+        self._fs.make_dirs(self._directory)
+        for _ in range(_TRIES):
+            tag = new_tag(self._random)
+            try:
+                fd = self._fs.create(self._path(tag))
+            except FileExistsError:
+                continue
+            assert fd is not None, f"{self._directory} vanished"
+            try:
+                self._write(fd)
+            finally:
+                self._fs.close(fd)
+            self.tag = tag
+            return
+        raise StorageError(f"no free server tag in {self._directory}: remove what is left there")
+
+    def beat_blocking(self) -> None:
+        """Shows that this server lives.
+
+        Raises:
+            StorageError: the claim cannot be written; `living_blocking` of the others will take
+                this server for dead after `lease_s`, and its open stores may fail.
+        """
+        fd = self._fs.open_write(self._path(self.tag))
+        try:
+            self._write(fd)
+        finally:
+            self._fs.close(fd)
+
+    def living_blocking(self) -> set[str]:
+        """The tags of all servers that live, this one included."""
+        self.beat_blocking()
+        now = self._fs.modified_at(self._path(self.tag))
+        living = {self.tag}
+        for tag in self._fs.list_dir(self._directory):
+            seen_at = self._fs.modified_at(self._path(tag))
+            if now is not None and seen_at is not None and now - seen_at <= self.lease_s:
+                living.add(tag)
+        return living
+
+    def forget_blocking(self, living: set[str]) -> None:
+        """Removes the claims of the dead, once their files are gone."""
+        for tag in self._fs.list_dir(self._directory):
+            if tag not in living:
+                self._fs.unlink(self._path(tag))
+
+    def release_blocking(self) -> None:
+        """The server stops and leaves nothing behind."""
+        if self.tag:
+            self._fs.unlink(self._path(self.tag))
+
+    def _write(self, fd: int) -> None:
+        record = {"host": socket.gethostname(), "pid": os.getpid()}
+        self._fs.write_all(fd, json.dumps(record).encode(), 0)
+
+    def _path(self, tag: str) -> str:
+        return f"{self._directory}/{tag}"

@@ -1,0 +1,139 @@
+"""Files of dead servers go, files of live ones stay (T8); nothing else is touched."""
+
+import os
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from kvserve.errors import StorageError, StorageUnavailable
+from kvserve.fs import PosixFileSystem
+from kvserve.store.owners import Owner
+from kvserve.store.paths import TempNames, new_tag, temp_owner
+from kvserve.store.sweep import SweepResult, sweep_blocking
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+def owner(root: Path, seed: int, fs: PosixFileSystem | None = None) -> Owner:
+    made = Owner(fs or PosixFileSystem(), str(root), Random(seed), lease_s=60.0)
+    made.claim_blocking()
+    return made
+
+
+def sweep(root: Path, by: Owner, fs: PosixFileSystem | None = None) -> SweepResult:
+    return list(sweep_blocking(fs or PosixFileSystem(), str(root), by))[-1]
+
+
+def leave(root: Path, tag: str, directory: str = "t/ns/0of1/abc") -> Path:
+    """A temporary file as a server with this tag makes it."""
+    path = Path(TempNames(tag, Random(9)).beside(f"{root}/{directory}/00ff"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"half")
+    return path
+
+
+def silent_for(root: Path, tag: str, age_s: float) -> None:
+    """Its server was last heard of `age_s` ago."""
+    claim = root / ".servers" / tag
+    then = claim.stat().st_mtime - age_s
+    os.utime(claim, (then, then))
+
+
+def test_a_dead_servers_files_go_and_a_live_ones_stay(root: Path) -> None:
+    living, dead, sweeper = owner(root, 1), owner(root, 2), owner(root, 3)
+    mine, theirs, orphan = (leave(root, one.tag) for one in (sweeper, living, dead))
+    unclaimed = leave(root, "zZ9")
+    silent_for(root, dead.tag, 61)
+    assert sweep(root, sweeper).removed == 2
+    assert [path.exists() for path in (mine, theirs, orphan, unclaimed)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert sorted(os.listdir(root / ".servers")) == sorted([living.tag, sweeper.tag])
+
+
+def test_a_server_that_was_heard_of_within_its_lease_is_alive(root: Path) -> None:
+    slow, sweeper = owner(root, 1), owner(root, 2)
+    path = leave(root, slow.tag)
+    silent_for(root, slow.tag, 50)
+    assert sweep(root, sweeper).removed == 0
+    assert path.exists()
+    silent_for(root, slow.tag, 100)
+    slow.beat_blocking()
+    assert sweep(root, sweeper).removed == 0, "it has shown itself again"
+
+
+def test_only_temporary_names_are_touched(root: Path) -> None:
+    sweeper = owner(root, 1)
+    directory = leave(root, "zZ9").parent
+    kept = ["00ff", ".hidden", "plain.aB3xY7", ".dots.in.name", ".00ff.aB3xY7.more"]
+    for name in kept:
+        (directory / name).write_bytes(b"x")
+    (root / "t/ns/identity").write_bytes(b"x")
+    assert sweep(root, sweeper).removed == 1
+    assert sorted(os.listdir(directory)) == sorted(kept)
+    assert (root / "t/ns/identity").exists()
+
+
+def test_all_places_where_temporary_files_can_be(root: Path) -> None:
+    """The root's probe, a namespace's identity, chunks in their fans."""
+    sweeper = owner(root, 1)
+    left = [leave(root, "zZ9", place) for place in (".", "t/ns", "t/ns/0of1/abc", "u/ns/1of2/fff")]
+    assert sweep(root, sweeper).removed == 4
+    assert not any(path.exists() for path in left)
+
+
+def test_one_file_that_cannot_be_removed_is_counted_and_the_others_go(root: Path) -> None:
+    """E5: an undeletable file wedges nothing; its dead owner stays on record for the next round."""
+
+    class Stubborn(PosixFileSystem):
+        def unlink(self, path: str) -> bool:
+            if "bbb" in path:
+                raise StorageUnavailable("unlink: EIO")
+            return super().unlink(path)
+
+    sweeper, dead = owner(root, 1), owner(root, 2)
+    silent_for(root, dead.tag, 100)
+    for fan in ("aaa", "bbb", "ccc"):
+        leave(root, dead.tag, f"t/ns/0of1/{fan}")
+    result = sweep(root, sweeper, Stubborn())
+    assert (result.removed, result.failed) == (2, 1)
+    assert dead.tag in os.listdir(root / ".servers")
+    assert sweep(root, sweeper).removed == 1
+    assert dead.tag not in os.listdir(root / ".servers")
+
+
+def test_tags_are_claimed_once(root: Path) -> None:
+    assert len({owner(root, 5).tag for _ in range(20)}) == 20, "same seed, same first tries"
+
+
+def test_no_free_tag_is_an_error_that_says_where_to_look(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvserve.store.owners.new_tag", lambda _: "aB3")
+    owner(root, 1)
+    with pytest.raises(StorageError, match=r"\.servers"):
+        owner(root, 2)
+
+
+def test_a_clean_stop_leaves_no_claim(root: Path) -> None:
+    one = owner(root, 1)
+    one.release_blocking()
+    one.release_blocking()
+    assert os.listdir(root / ".servers") == []
+
+
+def test_owner_of_a_temporary_name() -> None:
+    random = Random(0)
+    for _ in range(100):
+        tag = new_tag(random)
+        name = TempNames(tag, random).beside("d/00ff").rpartition("/")[2]
+        assert temp_owner(name) == tag
+    assert temp_owner("00ff") is None
+    assert temp_owner("identity") is None
