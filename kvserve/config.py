@@ -109,7 +109,7 @@ def load_config(path: Path | None, overrides: Mapping[str, Mapping[str, Any]]) -
         InvalidRequest: naming file, section and key of everything that is wrong.
     """
     values: dict[str, Any] = {}
-    source = "settings"
+    source = "--set or options"
     if path is not None:
         source = str(path)
         try:
@@ -124,7 +124,9 @@ def load_config(path: Path | None, overrides: Mapping[str, Mapping[str, Any]]) -
         config = Config.model_validate(values)
     except ValidationError as error:
         lines = [
-            f"  {'.'.join(map(str, item['loc']))}: {item['msg']} (got {item['input']!r:.80})"
+            f"  {'.'.join(map(str, item['loc']))}: unknown, see deploy/kvserve.example.toml"
+            if item["type"] == "extra_forbidden"
+            else f"  {'.'.join(map(str, item['loc']))}: {item['msg']} (got {item['input']!r:.80})"
             for item in error.errors()
         ]
         raise InvalidRequest(f"invalid settings in {source}:\n" + "\n".join(lines)) from error

@@ -359,7 +359,12 @@ def check_tenant(tenant: str) -> None:
 def check_hashes(chunk_hashes: Sequence[bytes]) -> None:
     """One size for all, 16 to 64 bytes; no hash twice; at least one."""
     if not chunk_hashes:
-        raise InvalidRequest("chunk_hashes is empty: a descriptor names at least one chunk")
+        raise InvalidRequest(
+            "chunk_hashes is empty: a descriptor names at least one chunk; a prompt shorter than "
+            "chunk_tokens has none"
+        )
+    if not all(isinstance(chunk_hash, bytes) for chunk_hash in chunk_hashes):
+        raise InvalidRequest("chunk_hashes must be bytes; bytes.fromhex() makes them from hex text")
     size = len(chunk_hashes[0])
     if not HASH_SIZE_BYTES_MIN <= size <= HASH_SIZE_BYTES_MAX:
         raise InvalidRequest(

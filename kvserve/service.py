@@ -130,7 +130,7 @@ class Service:
                 try:
                     async for header, payload in plane.frames():
                         await pump.feed(header, payload)
-                    await pump.finish()
+                    await pump.finish(may_publish=plane.is_finished)
                 finally:
                     await pump.close()
             finally:

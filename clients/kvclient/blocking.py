@@ -166,7 +166,7 @@ class Client:
     """A blocking client of the server at `address`; see `AsyncClient` for what each call does."""
 
     def __init__(
-        self, address: str, *, timeout_s: float = 60.0, connect_timeout_s: float = 5.0
+        self, address: str, *, timeout_s: float = 60.0, connect_timeout_s: float = 2.0
     ) -> None:
         self._client = AsyncClient(
             address, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s

@@ -18,6 +18,8 @@ from kvserve.v1 import kvserve_pb2 as pb
 
 # The server's frames are at most 64 MiB (`limits.frame_size_bytes`), plus their envelope.
 _MESSAGE_SIZE_BYTES_MAX = 65 << 20
+# How long a call waits for a server that did not answer the call before.
+_DOWN_WAIT_S = 0.2
 
 OPTIONS = [
     ("grpc.max_receive_message_length", _MESSAGE_SIZE_BYTES_MAX),
@@ -73,7 +75,9 @@ class Channel:
             is_valid = len(address) > len("unix:")
         else:
             host, _, port = address.rpartition(":")
-            is_valid = bool(host) and port.isdecimal() and 0 < int(port) < 65_536
+            is_valid = (
+                bool(host) and "/" not in host and port.isdecimal() and 0 < int(port) < 65_536
+            )
         if not is_valid:
             raise InvalidRequest(f"address {address!r} must be HOST:PORT, [V6]:PORT or unix:PATH")
         self.address = address
@@ -82,6 +86,7 @@ class Channel:
         self._owner: tuple[int, asyncio.AbstractEventLoop] | None = None
         self._channel: grpc.aio.Channel | None = None
         self._rpcs: Rpcs | None = None
+        self._is_down = False
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
@@ -104,13 +109,17 @@ class Channel:
             self._rpcs = Rpcs(self._channel)
         channel, rpcs = self._channel, self._rpcs
         if channel.get_state(try_to_connect=True) is not grpc.ChannelConnectivity.READY:
+            # A server that is known to be down is tried again in the background, by the channel.
+            wait_s = _DOWN_WAIT_S if self._is_down else self._connect_timeout_s
             try:
-                async with asyncio.timeout(self._connect_timeout_s):
+                async with asyncio.timeout(wait_s):
                     await channel.channel_ready()
             except TimeoutError:
+                self._is_down = True
                 raise ServerUnavailable(
-                    f"{self.address}: no server answers (tried for {self._connect_timeout_s:g} s)"
+                    f"{self.address}: no server answers, or it is stopping (tried for {wait_s:g} s)"
                 ) from None
+        self._is_down = False
         self.requests[rpc] += 1
         return rpcs
 

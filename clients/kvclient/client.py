@@ -62,7 +62,7 @@ class AsyncClient:
     """
 
     def __init__(
-        self, address: str, *, timeout_s: float = 60.0, connect_timeout_s: float = 5.0
+        self, address: str, *, timeout_s: float = 60.0, connect_timeout_s: float = 2.0
     ) -> None:
         self._channel = Channel(address, connect_timeout_s)
         self.timeout_s = timeout_s

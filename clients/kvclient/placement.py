@@ -136,5 +136,18 @@ def _check_blocks(blocks: list[list[int]], sizes: list[int], region_size: int) -
 
 
 def as_placement(target: Any, descriptor: Descriptor) -> Placement:
-    """A placement as it is; any buffer or region as `LayerMajor` of the whole descriptor."""
-    return target if hasattr(target, "views") else LayerMajor(target, descriptor)
+    """A placement as it is; any buffer or region as `LayerMajor` of the whole descriptor.
+
+    A bare buffer must have exactly the payload's size: one of another dtype or shape would else be
+    taken for KV.
+    """
+    if hasattr(target, "views"):
+        placement: Placement = target
+        return placement
+    region = as_region(target)
+    if region.size_bytes != descriptor.payload_size_bytes:
+        raise InvalidRequest(
+            f"the region has {region.size_bytes} bytes, the payload {descriptor.payload_size_bytes}"
+            ": wrong dtype or number of chunks? LayerMajor takes a part of a larger buffer"
+        )
+    return LayerMajor(region, descriptor)

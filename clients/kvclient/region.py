@@ -15,7 +15,14 @@ class Region:
     """
 
     def __init__(self, buffer: Any) -> None:
-        view = memoryview(_torch_memory(buffer) if hasattr(buffer, "data_ptr") else buffer)
+        try:
+            view = memoryview(_torch_memory(buffer) if hasattr(buffer, "data_ptr") else buffer)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(
+                f"a region must be a buffer of bytes or numbers, not {type(buffer).__name__}"
+            ) from error
+        if "O" in view.format:
+            raise InvalidRequest("a region of Python objects cannot be stored or fetched into")
         if not view.c_contiguous:
             raise InvalidRequest("a region must be contiguous: copy it or take .contiguous() first")
         self._owner = buffer

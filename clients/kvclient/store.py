@@ -146,10 +146,12 @@ class StoreHandle(Handle):
         return b"".join([encode_prefix(header, plan.payload_size_bytes), *views])
 
     async def _send(self, message: bytes | None) -> None:
-        """Sends one message, or the end of all messages."""
+        """Sends one message, or that there are no more."""
         if self._call is not None:
             try:
                 if message is None:
+                    finish = pb.StoreRequest(finish=pb.StoreFinish())
+                    await self._call.write(finish.SerializeToString())
                     await self._call.done_writing()
                 else:
                     await self._call.write(message)

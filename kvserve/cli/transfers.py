@@ -24,7 +24,7 @@ from kvclient import ChunkStatus, Client, Descriptor, InvalidRequest, Verdict
 from kvserve.cli.descriptor_file import read_descriptor
 
 _Server = Annotated[str, typer.Option("--server", help="Address of the server.")]
-_DescriptorFile = Annotated[Path, typer.Argument(help="JSON file; docs/descriptor.md has one.")]
+_DescriptorFile = Annotated[Path, typer.Argument(help="JSON file; docs/command_line.md has one.")]
 _Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 _Timeout = Annotated[float, typer.Option("--timeout-s", help="Deadline of the whole command.")]
 _DEFAULT_SERVER = "127.0.0.1:7411"
@@ -35,7 +35,7 @@ errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 def put(
     descriptor_file: _DescriptorFile,
-    payload: Annotated[Path, typer.Argument(help="KV bytes, laid out [layer][chunk].")],
+    payload: Annotated[Path, typer.Argument(help=r"KV bytes, laid out \[layer]\[chunk].")],
     server: _Server = _DEFAULT_SERVER,
     timeout_s: _Timeout = 600.0,
     as_json: _Json = False,
@@ -65,7 +65,7 @@ def put(
 
 def get(
     descriptor_file: _DescriptorFile,
-    output: Annotated[Path, typer.Argument(help="File to write, laid out [layer][chunk].")],
+    output: Annotated[Path, typer.Argument(help=r"File to write, laid out \[layer]\[chunk].")],
     server: _Server = _DEFAULT_SERVER,
     timeout_s: _Timeout = 600.0,
     as_json: _Json = False,

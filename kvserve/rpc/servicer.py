@@ -110,6 +110,7 @@ class _GrpcStorePlane:
     """Implements `StorePlane` over one Store rpc."""
 
     def __init__(self, context: _Context, frame_size_bytes_max: int) -> None:
+        self.is_finished = False
         self._context = context
         self._frame_size_bytes_max = frame_size_bytes_max
 
@@ -125,6 +126,9 @@ class _GrpcStorePlane:
             frame = decode_frame(message)
             if frame is None:
                 kind = parse(pb.StoreRequest, message).WhichOneof("message")
+                if kind == "finish":
+                    self.is_finished = True
+                    return
                 raise InvalidRequest(f"a store takes payload frames after `open`, got {kind}")
             yield frame
 

@@ -89,14 +89,14 @@ class StorePump:
             await self._room.wait()
             self._check()
 
-    async def finish(self) -> None:
-        """The client has sent everything: publishes what is complete, fills in `verdicts`."""
+    async def finish(self, *, may_publish: bool) -> None:
+        """No frame comes any more: publishes if everything came and may, fills in `verdicts`."""
         await self._idle.wait()
         self._check()
-        if self._session.is_complete:
+        if may_publish and self._session.is_complete:
             await in_batches(self._threads, self._commit_blocking, list(self._writers))
         else:
-            text = f"the client ended early: {self._session!r}"
+            text = f"the store ended early: {self._session.progress}"
             for chunk_index in self._writers:
                 self.verdicts.setdefault(chunk_index, Verdict(ChunkStatus.INCOMPLETE, text))
         if self._reporter is not None:

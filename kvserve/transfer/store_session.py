@@ -46,6 +46,11 @@ class StoreSession:
         )
 
     @property
+    def progress(self) -> str:
+        """For a person."""
+        return f"{len(self._done_layers)} of {len(self._sizes)} layers had come"
+
+    @property
     def is_complete(self) -> bool:
         """Every layer of every needed chunk has come."""
         return not self._needed or len(self._done_layers) == len(self._sizes)

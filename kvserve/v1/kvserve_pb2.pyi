@@ -185,13 +185,19 @@ class StoreOpen(_message.Message):
     descriptor: Descriptor
     def __init__(self, descriptor: _Optional[_Union[Descriptor, _Mapping]] = ...) -> None: ...
 
+class StoreFinish(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class StoreRequest(_message.Message):
-    __slots__ = ("open", "payload")
+    __slots__ = ("open", "payload", "finish")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
     open: StoreOpen
     payload: PayloadFrame
-    def __init__(self, open: _Optional[_Union[StoreOpen, _Mapping]] = ..., payload: _Optional[_Union[PayloadFrame, _Mapping]] = ...) -> None: ...
+    finish: StoreFinish
+    def __init__(self, open: _Optional[_Union[StoreOpen, _Mapping]] = ..., payload: _Optional[_Union[PayloadFrame, _Mapping]] = ..., finish: _Optional[_Union[StoreFinish, _Mapping]] = ...) -> None: ...
 
 class StoreNeeds(_message.Message):
     __slots__ = ("chunk_statuses", "frame_size_bytes_max")

@@ -81,7 +81,7 @@ class KvServeServicer(object):
     def Store(self, request_iterator, context):
         """Stores chunks layer by layer. The client sends `open`, waits for `needs`, sends the payload of
         every layer for the needed chunks only (frames of one layer are contiguous and in chunk order,
-        each layer once, layers in any order), then half-closes. The server answers `layer_stored` for
+        each layer once, layers in any order), then `finish`, and half-closes. The server answers `layer_stored` for
         each layer it has written and `result` at the end. A chunk is visible to others only once it
         is complete. Breaking the order of frames ends the call with INVALID_ARGUMENT; a cancelled call
         stores nothing that was not complete.

@@ -36,7 +36,11 @@ class StorePlane(Protocol):
         """Tells the client which chunks to send."""
 
     def frames(self) -> AsyncIterator[tuple[FrameHeader, memoryview]]:
-        """The client's frames in order; ends when the client has sent everything."""
+        """The client's frames in order; ends when the client says so or is gone."""
+
+    @property
+    def is_finished(self) -> bool:
+        """After `frames` has ended: the client said that it has sent everything."""
 
     async def layer_stored(self, layer_index: int) -> None:
         """Tells the client that every byte of a layer has been written."""

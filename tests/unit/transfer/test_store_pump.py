@@ -86,7 +86,7 @@ async def test_what_was_sent_is_written_and_published(
     store = Store(threads)
     for layer_index in (1, 0):
         await store.send(layer_index, frame_size_bytes)
-    await store.pump.finish()
+    await store.pump.finish(may_publish=True)
     await store.pump.close()
     assert all(store.sinks[index].is_whole(index) for index in NEEDED)
     assert store.pump.verdicts == dict.fromkeys(NEEDED, STORED)
@@ -119,7 +119,7 @@ async def test_a_slow_disk_holds_the_client_back(threads: ThreadPoolExecutor) ->
     assert not done, "three frames, room for two"
     store.gate.set()
     await sending
-    await store.pump.finish()
+    await store.pump.finish(may_publish=True)
     await store.pump.close()
     assert store.stored_layers == [0]
 
@@ -140,7 +140,7 @@ async def test_a_chunk_that_cannot_be_written_does_not_take_the_others_with_it(
     store.sinks[2].error = error
     for layer_index in (0, 1):
         await store.send(layer_index)
-    await store.pump.finish()
+    await store.pump.finish(may_publish=True)
     await store.pump.close()
     assert store.pump.verdicts == {1: STORED, 2: Verdict(status, str(error)), 5: STORED}
     assert store.sinks[2].committed is None
@@ -154,7 +154,7 @@ async def test_a_commit_that_fails_is_that_chunks_verdict(threads: ThreadPoolExe
     store.sinks[5].commit_error = StorageFull("close 9: EDQUOT")
     for layer_index in (0, 1):
         await store.send(layer_index)
-    await store.pump.finish()
+    await store.pump.finish(may_publish=True)
     await store.pump.close()
     assert store.pump.verdicts[5] == Verdict(ChunkStatus.NO_SPACE, "close 9: EDQUOT")
     assert store.pump.verdicts[1] == store.pump.verdicts[2] == STORED
@@ -163,7 +163,7 @@ async def test_a_commit_that_fails_is_that_chunks_verdict(threads: ThreadPoolExe
 async def test_ending_early_publishes_nothing(threads: ThreadPoolExecutor) -> None:
     store = Store(threads)
     await store.send(0)
-    await store.pump.finish()
+    await store.pump.finish(may_publish=True)
     await store.pump.close()
     assert all(sink.committed is None for sink in store.sinks.values())
     for index in NEEDED:
