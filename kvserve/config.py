@@ -92,6 +92,12 @@ class LimitsConfig(_Section):
     transfers_max: int = Field(
         256, ge=1, le=65536, description="Stores and fetches open at once; further ones must retry."
     )
+    lookups_max: int = Field(
+        1024,
+        ge=1,
+        le=65536,
+        description="Lookups and deletes open at once; further ones must retry.",
+    )
 
 
 class Config(_Section):

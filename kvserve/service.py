@@ -8,12 +8,11 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import TypeVar
 
 from kvserve.config import LimitsConfig
 from kvserve.errors import Overloaded, StorageError
-from kvserve.model import ChunkStatus, Descriptor, Verdict, check_layers, leading_hits
+from kvserve.model import ChunkStatus, Descriptor, Verdict, check_layers
 from kvserve.store.chunk_store import ChunkLocations, ChunkStore
 from kvserve.store.open_chunks import OpenChunk
 from kvserve.store.publish import ChunkWriter
@@ -27,14 +26,6 @@ from kvserve.transfer.turns import Turns
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
-class Presence:
-    """Answer of a lookup. `prefix_chunks`: length of the leading run of hits."""
-
-    prefix_chunks: int
-    verdicts: list[Verdict]
-
-
 class Service:
     """One per server; all methods run on its event loop."""
 
@@ -43,13 +34,24 @@ class Service:
         self._threads = threads
         self._limits = limits
         self._transfers = 0
-        self.turns = Turns()
+        self._lookups = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._turns = Turns()
 
     def __repr__(self) -> str:
         return f"<Service {self._transfers} transfers, {self._store!r}>"
 
-    async def lookup(self, descriptor: Descriptor) -> Presence:
+    async def ended(self) -> None:
+        """Waits until every transfer has cleaned up after itself."""
+        await self._idle.wait()
+
+    async def lookup(self, descriptor: Descriptor) -> list[Verdict]:
         """Which chunks are stored: one system call for each not seen lately, in batches."""
+        with self._looking_up():
+            return await self._lookup(descriptor)
+
+    async def _lookup(self, descriptor: Descriptor) -> list[Verdict]:
         where = self._store.locate(descriptor)
         hit = Verdict(ChunkStatus.HIT)
         known = self._store.known(where)
@@ -62,15 +64,16 @@ class Service:
             for index, verdict in zip(unknown, found, strict=True):
                 verdicts[index] = verdict
         await self._explain(descriptor, verdicts)
-        return Presence(leading_hits(verdicts), verdicts)
+        return verdicts
 
     async def delete(self, descriptor: Descriptor) -> list[ChunkStatus]:
         where = self._store.locate(descriptor)
-        return await in_batches(
-            self._threads,
-            lambda index: self._store.delete_blocking(where, index),
-            range(descriptor.chunk_count),
-        )
+        with self._looking_up():
+            return await in_batches(
+                self._threads,
+                lambda index: self._store.delete_blocking(where, index),
+                range(descriptor.chunk_count),
+            )
 
     async def fetch(self, descriptor: Descriptor, layers: Sequence[int], plane: FetchPlane) -> None:
         """Sends `layers` in order over `plane`; empty means all, in the descriptor's order."""
@@ -93,7 +96,7 @@ class Service:
                     chunks=[found if isinstance(found, OpenChunk) else None for found in opened],
                     frame_size_bytes=self._limits.frame_size_bytes,
                     frames_in_flight=self._limits.frames_in_flight,
-                    turns=self.turns,
+                    turns=self._turns,
                 )
                 await pump.run(layers or descriptor.layer_order)
             finally:
@@ -121,7 +124,11 @@ class Service:
                     [ChunkStatus.KNOWN if known else ChunkStatus.NEEDED for known in is_known]
                 )
                 pump = StorePump(
-                    StoreSession(descriptor.layout, needed),
+                    StoreSession(
+                        descriptor.layout,
+                        needed,
+                        frame_size_bytes_max=self._limits.frame_size_bytes,
+                    ),
                     writers,
                     self._threads,
                     layer_stored=plane.layer_stored,
@@ -181,10 +188,28 @@ class Service:
                 retry_after_s=0.1,
             )
         self._transfers += 1
+        self._idle.clear()
         try:
             yield
         finally:
             self._transfers -= 1
+            if not self._transfers:
+                self._idle.set()
+
+    @contextmanager
+    def _looking_up(self) -> Iterator[None]:
+        """The same for lookups and deletes; frames make room for them meanwhile."""
+        if self._lookups >= self._limits.lookups_max:
+            raise Overloaded(
+                f"{self._lookups} lookups are open (limits.lookups_max); retry",
+                retry_after_s=0.01,
+            )
+        self._lookups += 1
+        try:
+            with self._turns.held():
+                yield
+        finally:
+            self._lookups -= 1
 
     async def _run(self, call: Callable[..., _T], *args: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)

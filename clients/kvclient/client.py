@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 from weakref import WeakSet
 
-import grpc
 from google.protobuf.message import Message
 
 from kvclient import fork_support
@@ -17,11 +16,10 @@ from kvclient.fetch import FetchHandle
 from kvclient.handle import Handle, HandleState
 from kvclient.placement import as_placement
 from kvclient.region import Region
-from kvclient.status import to_error
+from kvclient.status import translated
 from kvclient.store import StoreHandle
-from kvserve.errors import DeadlineExceeded
 from kvserve.format.messages import descriptor_to_pb, verdicts_from_pb
-from kvserve.model import ChunkStatus, Descriptor, Verdict
+from kvserve.model import ChunkStatus, Descriptor, Verdict, leading_hits
 from kvserve.v1 import kvserve_pb2 as pb
 
 _T = TypeVar("_T")
@@ -136,8 +134,9 @@ class AsyncClient:
         reply: pb.LookupReply = await self._answer(
             "Lookup", lambda rpcs: rpcs.lookup, request, timeout_s
         )
-        verdicts = verdicts_from_pb(reply.chunk_statuses, reply.details, descriptor.chunk_count)
-        return Presence(reply.prefix_chunks, verdicts)
+        with translated(self._channel.address, "Lookup", 0):
+            verdicts = verdicts_from_pb(reply.chunk_statuses, reply.details, descriptor.chunk_count)
+        return Presence(leading_hits(verdicts), verdicts)
 
     async def delete(
         self, descriptor: Descriptor, *, timeout_s: float | None = None
@@ -147,7 +146,8 @@ class AsyncClient:
         reply: pb.DeleteReply = await self._answer(
             "Delete", lambda rpcs: rpcs.delete, request, timeout_s
         )
-        verdicts = verdicts_from_pb(reply.chunk_statuses, (), descriptor.chunk_count)
+        with translated(self._channel.address, "Delete", 0):
+            verdicts = verdicts_from_pb(reply.chunk_statuses, (), descriptor.chunk_count)
         return [verdict.status for verdict in verdicts]
 
     def prepare_fetch(
@@ -214,13 +214,8 @@ class AsyncClient:
         request: Message,
         timeout_s: float | None,
     ) -> _T:
-        try:
-            async with asyncio.timeout(self._timeout(timeout_s)):
+        limit_s = self._timeout(timeout_s)
+        with translated(self._channel.address, rpc, limit_s):
+            async with asyncio.timeout(limit_s):
                 call = of(await self._channel.connected(rpc))
                 return await call(request)
-        except grpc.aio.AioRpcError as error:
-            raise to_error(error, self._channel.address) from error
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"{self._channel.address}: {rpc} got no answer in {self._timeout(timeout_s):g} s"
-            ) from None

@@ -10,18 +10,9 @@ from enum import Enum
 from types import TracebackType
 from typing import Self
 
-import grpc
-
 from kvclient.placement import Placement
-from kvclient.status import to_error
-from kvserve.errors import (
-    DeadlineExceeded,
-    HandleClosed,
-    KvserveError,
-    MalformedMessage,
-    ServerFault,
-    TransferCancelled,
-)
+from kvclient.status import translated
+from kvserve.errors import HandleClosed, KvserveError, ServerFault, TransferCancelled
 
 
 class HandleState(Enum):
@@ -75,9 +66,9 @@ class Handle:
         """Starts the transfer; needs a running loop."""
         if self.state is not HandleState.PREPARED:
             raise HandleClosed(f"post on a handle in state {self.state.value}")
+        loop = asyncio.get_running_loop()
         self._placement.region.acquire()
         self.state = HandleState.PROC
-        loop = asyncio.get_running_loop()
         self._deadline = loop.time() + self._timeout_s
         self._task = loop.create_task(self._run())
         # A callback, since a task that is cancelled before its first step runs no `finally`.
@@ -86,16 +77,11 @@ class Handle:
     async def _run(self) -> KvserveError | None:
         """Runs the transfer; every expected end is a value."""
         try:
-            async with asyncio.timeout_at(self._deadline):
-                await self._transfer()
-        except KvserveError as ours:
-            return ours
-        except MalformedMessage as fault:
-            return ServerFault(f"{self._address}: {fault}")
-        except grpc.aio.AioRpcError as status:
-            return to_error(status, self._address)
-        except TimeoutError:
-            return DeadlineExceeded(f"{self._address}: not done after {self._timeout_s:g} s")
+            with translated(self._address, "the transfer", self._timeout_s):
+                async with asyncio.timeout_at(self._deadline):
+                    await self._transfer()
+        except KvserveError as error:
+            return error
         return None
 
     def _task_done(self, task: "asyncio.Task[KvserveError | None]") -> None:

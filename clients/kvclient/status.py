@@ -1,11 +1,16 @@
 """gRPC statuses -> the errors of `kvserve.errors`, the only place."""
 
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import grpc
 
 from kvserve.errors import (
     DeadlineExceeded,
     InvalidRequest,
     KvserveError,
+    MalformedMessage,
     MessageTooLarge,
     Overloaded,
     ServerFault,
@@ -37,3 +42,30 @@ def to_error(error: grpc.aio.AioRpcError, address: str) -> KvserveError:
         after = float(metadata.get("kvserve-retry-after-s", "0.1"))
         return Overloaded(message, retry_after_s=after)
     return cls(message)
+
+
+@contextmanager
+def translated(address: str, what: str, timeout_s: float) -> Iterator[None]:
+    """Turns whatever ends a call into our errors.
+
+    grpc.aio raises `CancelledError` also for a call that our own side has ended, which is no
+    cancellation of the task that waits for it.
+    """
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise to_error(error, address) from error
+    except MalformedMessage as error:
+        raise ServerFault(f"{address}: {error}") from error
+    except TimeoutError:
+        raise DeadlineExceeded(f"{address}: {what} was not done in {timeout_s:g} s") from None
+    except asyncio.CancelledError:
+        if is_cancelled():
+            raise
+        raise TransferCancelled(f"{address}: {what} was ended by this client") from None
+
+
+def is_cancelled() -> bool:
+    """Whether the running task itself was cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

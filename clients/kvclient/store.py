@@ -9,6 +9,7 @@ import xxhash
 from kvclient.channel import Channel
 from kvclient.handle import Handle, HandleState
 from kvclient.placement import Placement
+from kvclient.status import is_cancelled
 from kvserve.errors import HandleClosed, InvalidRequest, ServerFault
 from kvserve.format.chunk_file import checksum
 from kvserve.format.frames import FrameHeader, encode_prefix
@@ -120,6 +121,8 @@ class StoreHandle(Handle):
             self._needs = [
                 index for index, found in enumerate(verdicts) if found.status is ChunkStatus.NEEDED
             ]
+            if not reply.needs.frame_size_bytes_max:
+                raise ServerFault("the server takes no payload in a frame")
             self._frame_size_bytes = min(_FRAME_SIZE_BYTES, reply.needs.frame_size_bytes_max)
         elif kind == "layer_stored":
             self._stored.add(reply.layer_stored.layer_index)
@@ -158,6 +161,9 @@ class StoreHandle(Handle):
                 return
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 pass  # the server has ended the call; its status, read by the transfer, says why
+            except asyncio.CancelledError:
+                if is_cancelled():
+                    raise
         await self._ended()
         if message is not None:
             raise HandleClosed("the store has ended")

@@ -67,8 +67,8 @@ class FileSystem(Protocol):
     def unlink(self, path: str) -> bool:
         """Removes a name; False if it was not there."""
 
-    def make_dirs(self, path: str) -> None:
-        """Makes a directory and its parents; existing ones are fine."""
+    def make_dirs(self, path: str) -> list[str]:
+        """Makes a directory and its parents; existing ones are fine. Returns the new ones."""
 
     def list_dir(self, path: str) -> list[str]:
         """Names in a directory, in no order; empty if there is no such directory."""

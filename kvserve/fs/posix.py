@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from kvserve.errors import Overloaded, StorageFull, StorageUnavailable
 
 _IOV_MAX = 1024
+# More than a chunk has parents.
+_MKDIR_TRIES = 64
 
 # f_type of statfs(2); linux/magic.h, and Lustre's own.
 _KINDS = {
@@ -158,9 +160,28 @@ class PosixFileSystem:
                 return False
             return True
 
-    def make_dirs(self, path: str) -> None:
+    def make_dirs(self, path: str) -> list[str]:
+        made: list[str] = []
+        missing = [path]
+        tries = 0
         with _translated("mkdir", path):
-            os.makedirs(path, mode=0o750, exist_ok=True)
+            while missing:
+                try:
+                    os.mkdir(missing[-1], 0o750)
+                    made.append(missing.pop())
+                except FileExistsError:
+                    if not os.path.isdir(missing[-1]):
+                        raise
+                    missing.pop()
+                except FileNotFoundError:
+                    # The parent is missing, or was until now, or (/proc) the name is refused.
+                    tries += 1
+                    if tries > _MKDIR_TRIES:
+                        raise
+                    parent = os.path.dirname(missing[-1])
+                    if not os.path.isdir(parent):
+                        missing.append(parent)
+        return made
 
     def list_dir(self, path: str) -> list[str]:
         with _translated("list", path):

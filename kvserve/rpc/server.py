@@ -39,8 +39,6 @@ log = logging.getLogger(__name__)
 
 # What the process needs beside chunk files: sockets, the loop's own, libraries.
 _OTHER_FILES = 512
-# Between two directories of a sweep: 4,096 take some 20 s, and a metadata server hardly notices.
-_SWEEP_PAUSE_S = 0.005
 
 
 def channel_options(message_size_bytes_max: int) -> list[tuple[str, int]]:
@@ -52,6 +50,9 @@ def channel_options(message_size_bytes_max: int) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", message_size_bytes_max),
         ("grpc.max_send_message_length", message_size_bytes_max),
+        # A client that vanished without a word keeps its transfer open for at most 40 s.
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_frame_size", 4 << 20),
@@ -102,9 +103,8 @@ class Server:
             tree.store.fs,
             tree.store.root,
             tree.owner,
-            self._threads,
+            tree.store.open_chunks,
             sweep_interval_s=config.store.sweep_interval_s,
-            pause_s=_SWEEP_PAUSE_S,
         )
         self._upkeep.start()
         for name in ("", SERVICE):
@@ -118,6 +118,7 @@ class Server:
         timeout_s = self._config.server.drain_timeout_s
         log.info("draining for at most %.0f s", timeout_s)
         await self._server.stop(timeout_s)
+        await self.service.ended()
         await self._upkeep.stop()
         loop = asyncio.get_running_loop()
         close_idle_blocking = self._tree.store.open_chunks.close_idle_blocking

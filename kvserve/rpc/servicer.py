@@ -21,7 +21,7 @@ from kvserve.format.messages import (
     parse,
     statuses_to_bytes,
 )
-from kvserve.model import ChunkStatus, Descriptor, Verdict
+from kvserve.model import ChunkStatus, Descriptor, Verdict, leading_hits
 from kvserve.rpc.status import with_status
 from kvserve.service import Service
 from kvserve.transfer.planes.grpc import GrpcFetchPlane
@@ -72,12 +72,11 @@ class Servicer:
 
     async def lookup(self, raw: bytes, context: _Context) -> bytes:
         request = parse(pb.LookupRequest, raw)
-        with self._service.turns.held():
-            presence = await self._service.lookup(self._descriptor(request.descriptor))
+        verdicts = await self._service.lookup(self._descriptor(request.descriptor))
         reply = pb.LookupReply(
-            prefix_chunks=presence.prefix_chunks,
-            chunk_statuses=statuses_to_bytes([verdict.status for verdict in presence.verdicts]),
-            details=details_to_pb(presence.verdicts),
+            prefix_chunks=leading_hits(verdicts),
+            chunk_statuses=statuses_to_bytes([verdict.status for verdict in verdicts]),
+            details=details_to_pb(verdicts),
         )
         return reply.SerializeToString()
 

@@ -42,6 +42,9 @@ def with_status(
             await abort(context, error)
         except grpc.aio.AbortError:
             raise
+        except grpc.aio.InternalError as gone:
+            # grpc.aio's word for a write or read on a connection that has ended.
+            log.info("%s: the client went away: %s", handler.__name__, gone)
         except Exception:
             log.exception("%s failed", handler.__name__)
             await context.abort(

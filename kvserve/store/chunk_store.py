@@ -7,14 +7,13 @@ miss and the next put heals it.
 
 import contextlib
 from collections.abc import Sequence
+from functools import cached_property
 
-import xxhash
-
-from kvserve.errors import StorageError
+from kvserve.errors import KvserveError, StorageError
 from kvserve.format.chunk_file import ChunkGeometry
 from kvserve.fs import FileSystem
 from kvserve.model import ChunkKey, ChunkStatus, Descriptor, Verdict
-from kvserve.store.known import KnownChunks
+from kvserve.store.known import KnownChunks, known_key
 from kvserve.store.namespaces import Namespaces
 from kvserve.store.open_chunks import OpenChunk, OpenChunks
 from kvserve.store.paths import QUARANTINE_DIR, TempNames, chunk_path, shard_dir
@@ -39,7 +38,7 @@ class ChunkStore:
         self.root = root
         self._names = names
         self._survives_power_loss = survives_power_loss
-        self._namespaces = Namespaces(fs, root, names)
+        self._namespaces = Namespaces(fs, root, names, survives_power_loss=survives_power_loss)
         self._known = known
         self.open_chunks = OpenChunks(fs, open_files_max)
 
@@ -58,7 +57,9 @@ class ChunkStore:
         """
         self.fs.make_dirs(self.root)
         # A name of its own: servers start together, with the same pid in their containers.
-        probe, fd = create_temp_blocking(self.fs, f"{self.root}/probe", self._names)
+        probe, fd = create_temp_blocking(
+            self.fs, f"{self.root}/probe", self._names, survives_power_loss=False
+        )
         try:
             try:
                 self.fs.write_all(fd, b"kvserve", 0)
@@ -80,6 +81,7 @@ class ChunkStore:
     def status_blocking(self, where: "ChunkLocations", chunk_index: int) -> Verdict:
         """HIT or a miss, by one system call: a published file of the right size is a chunk."""
         path = where.path(chunk_index)
+        epoch = self._known.epoch
         try:
             size = self.fs.size(path)
         except StorageError as error:
@@ -90,7 +92,7 @@ class ChunkStore:
             # Left where it is: a put replaces it, a fetch looks closer.
             message = f"{size} bytes long instead of {where.geometry.file_size_bytes}"
             return Verdict(ChunkStatus.MISS_CORRUPT, message)
-        self._known.add(where.known_keys[chunk_index])
+        self._known.add(where.known_keys[chunk_index], epoch)
         return Verdict(ChunkStatus.HIT)
 
     def open_blocking(self, where: "ChunkLocations", chunk_index: int) -> OpenChunk | Verdict:
@@ -104,7 +106,7 @@ class ChunkStore:
                 where.descriptor.chunk_hashes[chunk_index],
                 reject_blocking=self._quarantine_blocking,
             )
-        except StorageError as error:
+        except KvserveError as error:
             found = Verdict(ChunkStatus.MISS_ERROR, str(error))
         if isinstance(found, Verdict):
             self._known.discard(where.known_keys[chunk_index])
@@ -127,7 +129,7 @@ class ChunkStore:
             finally:
                 if chunk.fd is None:
                     self.fs.close(fd)
-        except StorageError as error:
+        except KvserveError as error:
             self.open_chunks.forget(chunk.path)
             return Verdict(ChunkStatus.MISS_ERROR, str(error))
         if got < len(into):
@@ -145,14 +147,15 @@ class ChunkStore:
 
     def reject_blocking(self, chunk: OpenChunk) -> None:
         """A read found the chunk damaged: nobody finds it again."""
-        fd = chunk.fd if chunk.fd is not None else self.fs.open_read(chunk.path)
-        if fd is None:
-            return
-        try:
-            self._quarantine_blocking(chunk.path, fd)
-        finally:
-            if chunk.fd is None:
-                self.fs.close(fd)
+        with contextlib.suppress(KvserveError):
+            fd = chunk.fd if chunk.fd is not None else self.fs.open_read(chunk.path)
+            if fd is None:
+                return
+            try:
+                self._quarantine_blocking(chunk.path, fd)
+            finally:
+                if chunk.fd is None:
+                    self.fs.close(fd)
 
     def writer(self, where: "ChunkLocations", chunk_index: int) -> ChunkWriter:
         return ChunkWriter(
@@ -170,9 +173,9 @@ class ChunkStore:
 
     def delete_blocking(self, where: "ChunkLocations", chunk_index: int) -> ChunkStatus:
         path = where.path(chunk_index)
-        self._known.discard(where.known_keys[chunk_index])
         self.open_chunks.forget(path)
         is_gone = self.fs.unlink(path)
+        self._known.discard(where.known_keys[chunk_index])
         self.open_chunks.close_released_blocking()
         return ChunkStatus.DELETED if is_gone else ChunkStatus.MISS_ABSENT
 
@@ -183,15 +186,14 @@ class ChunkStore:
         refuses the move leaves the file where it is; it stays a miss, since every read checks it.
         """
         self.open_chunks.forget(path)
-        shard_directory, _, name = path.rsplit("/", 2)
-        seed = xxhash.xxh3_64_intdigest(shard_directory.encode())
-        self._known.discard(xxhash.xxh3_64_intdigest(bytes.fromhex(name), seed))
         directory = f"{self.root}/{QUARANTINE_DIR}"
         flat = path[len(self.root) + 1 :].replace("/", "@")
         with contextlib.suppress(StorageError):
             if self.fs.is_same(fd, path):
                 self.fs.make_dirs(directory)
                 self.fs.rename(path, f"{directory}/{flat}")
+        shard_directory, _, name = path.rsplit("/", 2)
+        self._known.discard(known_key(shard_directory, bytes.fromhex(name)))
 
 
 class ChunkLocations:
@@ -202,10 +204,11 @@ class ChunkLocations:
         self.descriptor = descriptor
         self.geometry = ChunkGeometry(first)
         self._directory = f"{root}/{shard_dir(first)}"
-        seed = xxhash.xxh3_64_intdigest(self._directory.encode())
-        self.known_keys = [
-            xxhash.xxh3_64_intdigest(chunk_hash, seed) for chunk_hash in descriptor.chunk_hashes
-        ]
+
+    @cached_property
+    def known_keys(self) -> list[int]:
+        """By chunk: its key in `KnownChunks`."""
+        return [known_key(self._directory, it) for it in self.descriptor.chunk_hashes]
 
     def path(self, chunk_index: int) -> str:
         return chunk_path(self._directory, self.descriptor.chunk_hashes[chunk_index])

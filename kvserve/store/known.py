@@ -12,7 +12,10 @@ same key (2**-64 for each pair) would be a false hit in a lookup, which the fetc
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import islice
+
+import xxhash
 
 
 class KnownChunks:
@@ -24,6 +27,7 @@ class KnownChunks:
         self._clock = clock
         self._seen_at: dict[int, float] = {}
         self._now = 0.0
+        self._epoch = 0
 
     def __len__(self) -> int:
         return len(self._seen_at)
@@ -36,7 +40,18 @@ class KnownChunks:
         seen_at = self._seen_at.get(key)
         return seen_at is not None and self._now - seen_at <= self._ttl_s
 
-    def add(self, key: int) -> None:
+    @property
+    def epoch(self) -> int:
+        """Read it before looking at the tree, pass it to `add`."""
+        return self._epoch
+
+    def add(self, key: int, epoch: int) -> None:
+        """The chunk was there at a time when `epoch` was read.
+
+        Ignored if anything was discarded since: that may have been this chunk.
+        """
+        if epoch != self._epoch:
+            return
         # Out and in again, so that the dict's order is the order of age.
         self._seen_at.pop(key, None)
         self._seen_at[key] = self._now
@@ -46,4 +61,16 @@ class KnownChunks:
                 self._seen_at.pop(oldest, None)
 
     def discard(self, key: int) -> None:
+        """The chunk is gone; call it after the file is."""
+        self._epoch += 1
         self._seen_at.pop(key, None)
+
+
+def known_key(shard_directory: str, chunk_hash: bytes) -> int:
+    """The key of a chunk: its hash, seeded with where its shard is."""
+    return xxhash.xxh3_64_intdigest(chunk_hash, _seed(shard_directory))
+
+
+@lru_cache(maxsize=1024)
+def _seed(shard_directory: str) -> int:
+    return xxhash.xxh3_64_intdigest(shard_directory.encode())

@@ -22,10 +22,13 @@ _ENCODED_SIZE_BYTES_MAX = 1 << 20
 class Namespaces:
     """Used from the fs threads only; racing calls do the same work twice, harmlessly."""
 
-    def __init__(self, fs: FileSystem, root: str, names: TempNames) -> None:
+    def __init__(
+        self, fs: FileSystem, root: str, names: TempNames, *, survives_power_loss: bool
+    ) -> None:
         self._fs = fs
         self._root = root
         self._names = names
+        self._survives_power_loss = survives_power_loss
         self._known: OrderedDict[str, None] = OrderedDict()
 
     def ensure_blocking(self, key: ChunkKey) -> None:
@@ -35,7 +38,9 @@ class Namespaces:
             return
         path = f"{directory}/{IDENTITY_NAME}"
         if self._fs.size(path) is None:
-            temp, fd = create_temp_blocking(self._fs, path, self._names)
+            temp, fd = create_temp_blocking(
+                self._fs, path, self._names, survives_power_loss=self._survives_power_loss
+            )
             try:
                 try:
                     self._fs.write_all(fd, key.identity.encoded, 0)

@@ -10,10 +10,13 @@ original bytes, which never change.
 """
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
+from kvserve.errors import StorageError
 from kvserve.format.chunk_file import ChunkGeometry
 from kvserve.fs import FileSystem
 from kvserve.model import ChunkStatus, Verdict
@@ -29,12 +32,16 @@ class OpenChunk:
     offsets: tuple[int, ...]
     users: int = 1
     is_forgotten: bool = False
+    idle_since: float = 0.0
 
 
 class OpenChunks:
     """The cache. `acquire*` must be paired with `release`, `take_blocking` with `give`."""
 
-    def __init__(self, fs: FileSystem, files_max: int) -> None:
+    def __init__(
+        self, fs: FileSystem, files_max: int, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
         self._fs = fs
         self._files_max = files_max
         self._taken = 0
@@ -114,6 +121,7 @@ class OpenChunks:
             if chunk.is_forgotten:
                 self._to_close.append(chunk.fd)
             else:
+                chunk.idle_since = self._clock()
                 self._idle[chunk.path] = chunk
 
     def forget(self, path: str) -> None:
@@ -132,11 +140,18 @@ class OpenChunks:
             fds, self._to_close = self._to_close, []
         for fd in fds:
             self.give()
-            self._fs.close(fd)
+            # Read only: a failed close loses nothing, and must not keep the others open.
+            with suppress(StorageError):
+                self._fs.close(fd)
 
-    def close_idle_blocking(self) -> None:
+    def close_idle_blocking(self, older_than_s: float = 0.0) -> None:
+        """Closes what nobody has used for so long.
+
+        Another server may have deleted the file: until it is closed here its space stays taken.
+        """
+        before = self._clock() - older_than_s
         with self._lock:
-            idle = list(self._idle)
+            idle = [path for path, chunk in self._idle.items() if chunk.idle_since <= before]
         for path in idle:
             self.forget(path)
         self.close_released_blocking()

@@ -54,33 +54,43 @@ class Owner:
         raise StorageError(f"no free server tag in {self._directory}: remove what is left there")
 
     def beat_blocking(self) -> None:
-        """Shows that this server lives.
+        """Shows that this server lives; makes its file again if somebody removed it.
 
         Raises:
-            StorageError: the claim cannot be written; `living_blocking` of the others will take
-                this server for dead after `lease_s`, and its open stores may fail.
+            StorageError: the claim cannot be written; others will take this server for dead after
+                `lease_s`, and its open stores may then fail.
         """
-        fd = self._fs.open_write(self._path(self.tag))
+        path = self._path(self.tag)
+        try:
+            fd = self._fs.create(path)
+        except FileExistsError:
+            fd = self._fs.open_write(path)
+        assert fd is not None, f"{self._directory} vanished"
         try:
             self._write(fd)
         finally:
             self._fs.close(fd)
 
-    def living_blocking(self) -> set[str]:
-        """The tags of all servers that live, this one included."""
-        self.beat_blocking()
-        now = self._fs.modified_at(self._path(self.tag))
-        living = {self.tag}
-        for tag in self._fs.list_dir(self._directory):
-            seen_at = self._fs.modified_at(self._path(tag))
-            if now is not None and seen_at is not None and now - seen_at <= self.lease_s:
-                living.add(tag)
-        return living
+    def dead_blocking(self) -> set[str]:
+        """The tags whose server is dead, by the claims that are there now."""
+        return {tag for tag in self._fs.list_dir(self._directory) if not self.lives_blocking(tag)}
 
-    def forget_blocking(self, living: set[str]) -> None:
-        """Removes the claims of the dead, once their files are gone."""
-        for tag in self._fs.list_dir(self._directory):
-            if tag not in living:
+    def lives_blocking(self, tag: str) -> bool:
+        """Whether the server with this tag lives, asked of the tree at this moment.
+
+        A claim is made before the first temporary file, so a file whose claim is missing has no
+        living owner, also when that server started after a sweep began.
+        """
+        if tag == self.tag:
+            return True
+        seen_at = self._fs.modified_at(self._path(tag))
+        now = self._fs.modified_at(self._path(self.tag))
+        return seen_at is not None and now is not None and now - seen_at <= self.lease_s
+
+    def forget_blocking(self, tags: set[str]) -> None:
+        """Removes the claims of dead servers, once their files are gone."""
+        for tag in tags:
+            if not self.lives_blocking(tag):
                 self._fs.unlink(self._path(tag))
 
     def release_blocking(self) -> None:

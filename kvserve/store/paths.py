@@ -71,8 +71,15 @@ class TempNames:
 
 def temp_owner(name: str) -> str | None:
     """The tag in a temporary file's name; None for any other name."""
-    found = re.fullmatch(r"\..+\.([A-Za-z0-9]{3})[A-Za-z0-9]{3}", name)
-    return found.group(1) if found else None
+    found = re.fullmatch(r"\.(?:[0-9a-f]{32,128}|identity|probe)\.(\w{3})(\w{3})", name, re.ASCII)
+    if found is None or not all(map(_is_mixed, found.groups())):
+        return None
+    return found.group(1)
+
+
+def _is_mixed(letters: str) -> bool:
+    kinds = [str.islower, str.isupper, str.isdigit]
+    return all(sum(map(kind, letters)) == 1 for kind in kinds)
 
 
 def _mixed(random: Random) -> str:

@@ -74,7 +74,9 @@ class ChunkWriter:
         self._write(data, self._geometry.slice_offsets[layer_index] + slice_offset)
 
     def _open_blocking(self) -> None:
-        self._temp, fd = create_temp_blocking(self._fs, self.path, self._names)
+        self._temp, fd = create_temp_blocking(
+            self._fs, self.path, self._names, survives_power_loss=self._survives_power_loss
+        )
         if self._files.take_blocking():
             self._fd = fd
         else:

@@ -29,7 +29,8 @@ def sweep_blocking(fs: FileSystem, root: str, owner: Owner) -> Iterator[SweepRes
     Raises:
         StorageError: the tree cannot be listed at all.
     """
-    living = owner.living_blocking()
+    owner.beat_blocking()  # ages are counted from this moment
+    dead = owner.dead_blocking()
     result = SweepResult()
     for directory in _directories(fs, root):
         result.directories += 1
@@ -40,15 +41,17 @@ def sweep_blocking(fs: FileSystem, root: str, owner: Owner) -> Iterator[SweepRes
             continue
         for name in names:
             tag = temp_owner(name)
-            if tag is None or tag in living:
+            if tag is None:
                 continue
             try:
+                if owner.lives_blocking(tag):
+                    continue
                 result.removed += fs.unlink(f"{directory}/{name}")
             except StorageError:
                 result.failed += 1
         yield result
     if not result.failed:
-        owner.forget_blocking(living)
+        owner.forget_blocking(dead)
     yield result
 
 

@@ -21,6 +21,7 @@ from kvserve.format.frames import FrameHeader
 from kvserve.format.plan import FramePlan, plan_layer
 from kvserve.format.verify import SliceVerifier
 from kvserve.model import ChunkStatus, Layout, Verdict
+from kvserve.transfer.batches import quiet
 from kvserve.transfer.planes.base import FetchPlane, OutgoingFrame
 from kvserve.transfer.ports import C, SliceSource
 from kvserve.transfer.turns import Turns
@@ -86,9 +87,7 @@ class FetchPump(Generic[C]):
                 await self._finish(window.popleft())
         finally:
             # Threads still write into the frames and use the descriptors: wait for them.
-            pending = [r.faults for r in window if isinstance(r.faults, asyncio.Future)]
-            if pending:
-                await asyncio.wait(pending)
+            await quiet(r.faults for r in list(window) if isinstance(r.faults, asyncio.Future))
 
     def _plans(self, layers: Sequence[int]) -> Iterator[FramePlan]:
         for layer_index in layers:
@@ -139,13 +138,8 @@ class FetchPump(Generic[C]):
     async def _finish(self, reading: _Reading) -> None:
         plan, frame, faults = reading.plan, reading.frame, reading.faults
         if isinstance(faults, asyncio.Future):
-            future = faults
-            # Shielded: a cancelled fetch must still wait for the thread (see `run`).
-            try:
-                faults = await asyncio.shield(future)
-            except asyncio.CancelledError:
-                await asyncio.wait([future])
-                raise
+            await quiet([faults])
+            faults = faults.result()
         good = [
             position
             for position in range(plan.chunk_count)
@@ -184,9 +178,10 @@ class FetchPump(Generic[C]):
         self._chunks[chunk_index] = None
         self.faults[chunk_index] = fault
         if fault.status is ChunkStatus.MISS_CORRUPT:
-            await asyncio.get_running_loop().run_in_executor(
+            rejecting = asyncio.get_running_loop().run_in_executor(
                 self._threads, self._source.reject_blocking, chunk
             )
+            await quiet([rejecting])
         await self._plane.miss(chunk_index, fault)
         return False
 

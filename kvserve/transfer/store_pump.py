@@ -13,11 +13,12 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
+from typing import Any
 
 from kvserve.errors import KvserveError, StorageFull
 from kvserve.format.frames import FrameHeader
 from kvserve.model import ChunkStatus, Verdict
-from kvserve.transfer.batches import in_batches
+from kvserve.transfer.batches import in_batches, quiet
 from kvserve.transfer.ports import SliceSink
 from kvserve.transfer.store_session import SliceWrite, StoreSession
 
@@ -25,6 +26,7 @@ _Frame = tuple[list[SliceWrite], int]
 """The writes of a frame and its layer."""
 
 _JOBS_MAX = 2
+_FRAMES_A_JOB = 8
 
 
 def failure_verdict(error: KvserveError) -> Verdict:
@@ -106,10 +108,11 @@ class StorePump:
         """Waits until no thread writes any more; the writers are the caller's again."""
         self._queue.clear()
         self._whole_layers.clear()  # nobody is told any more
-        await self._idle.wait()
+        waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._idle.wait())]
         if self._reporter is not None:
             self._reporter.cancel()
-            await asyncio.wait([self._reporter])
+            waits.append(self._reporter)
+        await quiet(waits)
 
     def _check(self) -> None:
         """Raises what makes it pointless to go on."""
@@ -149,7 +152,8 @@ class StorePump:
         self._reporter = None
 
     def _drain_blocking(self, loop: asyncio.AbstractEventLoop) -> None:
-        while True:
+        # A few frames only: with many busy stores the threads must stay free for reads and lookups.
+        for _ in range(_FRAMES_A_JOB):
             try:
                 writes, layer_index = self._queue.popleft()
             except IndexError:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kvserve.errors import InvalidRequest
 from kvserve.format.frames import FrameHeader
+from kvserve.format.plan import SLICES_A_FRAME_MAX
 from kvserve.format.verify import SliceVerifier
 from kvserve.model import Layout
 
@@ -29,7 +30,8 @@ class SliceWrite:
 class StoreSession:
     """State of one store; feed it frames in the order they came."""
 
-    def __init__(self, layout: Layout, needed: Sequence[int]) -> None:
+    def __init__(self, layout: Layout, needed: Sequence[int], *, frame_size_bytes_max: int) -> None:
+        self._frame_size_bytes_max = frame_size_bytes_max
         self._sizes = layout.slice_sizes
         self._needed = needed
         self._done_layers: set[int] = set()
@@ -62,6 +64,15 @@ class StoreSession:
             InvalidRequest: naming the rule that the frame breaks.
         """
         self._enter_layer(header.layer_index)
+        if not 0 < len(payload) <= self._frame_size_bytes_max:
+            raise InvalidRequest(
+                f"layer {header.layer_index}: a frame with {len(payload)} bytes of payload; "
+                f"must be 1 to {self._frame_size_bytes_max}"
+            )
+        if len(header.checksums) > 8 * SLICES_A_FRAME_MAX:
+            raise InvalidRequest(
+                f"layer {header.layer_index}: more than {SLICES_A_FRAME_MAX} slices in a frame"
+            )
         size = self._sizes[header.layer_index]
         self._check_place(header, size)
         writes: list[SliceWrite] = []

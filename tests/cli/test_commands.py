@@ -127,8 +127,8 @@ BAD_STARTS = {
     "no root": ([], "store.root is not set"),
     "root in /proc": (["--root", "/proc/kv"], "mkdir /proc/kv: ENOENT"),
     "root is a file": (["--root", __file__], "EEXIST"),
-    "unknown setting": (["--root", "{tmp}", "--set", "limits.foo=1"], "limits.foo: Extra inputs"),
-    "unknown section": (["--root", "{tmp}", "--set", "x.y=1"], "x: Extra inputs"),
+    "unknown setting": (["--root", "{tmp}", "--set", "limits.foo=1"], "limits.foo: unknown"),
+    "unknown section": (["--root", "{tmp}", "--set", "x.y=1"], "x: unknown"),
     "bad value": (
         ["--root", "{tmp}", "--set", "store.io_threads=0"],
         "store.io_threads: Input should be greater than or equal to 1 (got 0)",

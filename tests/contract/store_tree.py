@@ -143,9 +143,9 @@ class FaultyFileSystem(PosixFileSystem):
         self._count("create")
         return super().create(path)
 
-    def make_dirs(self, path: str) -> None:
+    def make_dirs(self, path: str) -> list[str]:
         self._count("make_dirs")
-        super().make_dirs(path)
+        return super().make_dirs(path)
 
     def open_write(self, path: str) -> int:
         self._count("open_write")

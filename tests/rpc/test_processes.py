@@ -127,6 +127,39 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+_ALL_SENT = """
+import os, signal, sys
+from kvclient import Client
+from tests.payload import payload_for, small_descriptor
+descriptor = small_descriptor()
+client = Client(sys.argv[1])
+handle = client.store(descriptor, payload_for(descriptor))
+for layer_index in range(4):
+    handle.store_layer(layer_index)
+    handle.wait_layer(layer_index)
+if sys.argv[2] == "cancel":
+    handle.cancel()
+if sys.argv[2] == "close":
+    client.close()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("how", ["cancel", "close", "kill"])
+def test_every_layer_sent_but_not_finished_publishes_nothing(
+    process: ServerProcess, root: Path, how: str
+) -> None:
+    """A client that dies or cancels after its last layer looks like one that half-closes."""
+    for _ in range(5):
+        died = subprocess.run(
+            [sys.executable, "-c", _ALL_SENT, process.address, how], timeout=60, check=False
+        )
+        assert died.returncode == -signal.SIGKILL
+        until(lambda: temp_files(root) == [])
+        with Client(process.address) as client:
+            assert client.lookup(small_descriptor()).hits == [False] * 8
+
+
 @pytest.mark.parametrize("during", ["store", "fetch"])
 def test_a_killed_client(process: ServerProcess, root: Path, during: str) -> None:
     """SIGKILL mid-transfer: the server forgets the transfer, removes its files, serves others."""

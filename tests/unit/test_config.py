@@ -109,7 +109,7 @@ class TestBadSettings:
     @pytest.mark.parametrize(
         ("overrides", "words"),
         [
-            ({"store": {"rot": 1}}, "invalid settings in settings:\n  store.rot: "),
+            ({"store": {"rot": 1}}, "invalid settings in --set or options:\n  store.rot: "),
             ({"limits": {"chunks_max": "x"}}, "limits.chunks_max: .*'x'"),
             ({"nothing": {"a": "b"}}, "nothing: "),
         ],

@@ -106,9 +106,10 @@ def test_no_bytes_are_a_region_of_size_0(buffer: Any) -> None:
     assert Region(buffer).size_bytes == 0
 
 
-def test_what_is_no_buffer_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="bytes-like"):
-        Region("text")
+@pytest.mark.parametrize("value", ["text", None, [1, 2], np.zeros(4, object)])
+def test_what_is_no_buffer_of_numbers_is_refused(value: object) -> None:
+    with pytest.raises(InvalidRequest, match="a region"):
+        Region(value)
 
 
 class TestClose:

@@ -25,20 +25,20 @@ def known(clock: Clock, chunks_max: int = 100) -> KnownChunks:
 
 def test_an_entry_is_trusted_for_its_time_and_no_longer(clock: Clock) -> None:
     chunks = known(clock)
-    chunks.add(1)
+    chunks.add(1, chunks.epoch)
     clock.now = 5.0
     chunks.refresh()
     assert chunks.has(1)
     clock.now = 5.1
     chunks.refresh()
     assert not chunks.has(1)
-    chunks.add(1)
+    chunks.add(1, chunks.epoch)
     assert chunks.has(1), "seen again"
 
 
 def test_deleted_is_unknown_at_once(clock: Clock) -> None:
     chunks = known(clock)
-    chunks.add(1)
+    chunks.add(1, chunks.epoch)
     chunks.discard(1)
     chunks.discard(1)
     assert not chunks.has(1)
@@ -47,16 +47,16 @@ def test_deleted_is_unknown_at_once(clock: Clock) -> None:
 def test_the_oldest_go_first(clock: Clock) -> None:
     chunks = known(clock, chunks_max=3)
     for key in (1, 2, 3):
-        chunks.add(key)
-    chunks.add(1)  # seen again: younger than 2
-    chunks.add(4)
+        chunks.add(key, chunks.epoch)
+    chunks.add(1, chunks.epoch)  # seen again: younger than 2
+    chunks.add(4, chunks.epoch)
     assert [chunks.has(key) for key in (1, 2, 3, 4)] == [True, False, True, True]
     assert len(chunks) == 3
 
 
 def test_none_are_kept_if_none_may_be(clock: Clock) -> None:
     chunks = known(clock, chunks_max=0)
-    chunks.add(1)
+    chunks.add(1, chunks.epoch)
     assert not chunks.has(1)
 
 
@@ -65,6 +65,15 @@ def test_memory_stays_under_200_bytes_a_chunk(clock: Clock) -> None:
     chunks = known(clock, chunks_max=count)
     keys = [(key * 0x9E3779B97F4A7C15) & (2**64 - 1) for key in range(count)]
     for key in keys:
-        chunks.add(key)
+        chunks.add(key, chunks.epoch)
     size = sys.getsizeof(chunks._seen_at) + sum(map(sys.getsizeof, keys))
     assert size / count < 200
+
+
+def test_what_was_seen_before_a_deletion_is_not_believed_after_it(clock: Clock) -> None:
+    """A lookup stats the file, a delete removes it, then the lookup reports what it saw."""
+    chunks = known(clock)
+    epoch = chunks.epoch
+    chunks.discard(1)
+    chunks.add(1, epoch)
+    assert not chunks.has(1)

@@ -19,7 +19,9 @@ KEY = descriptor_of().key(0)
 
 @pytest.fixture
 def namespaces(tmp_path: Path) -> Namespaces:
-    return Namespaces(PosixFileSystem(), str(tmp_path), TempNames("aB3", Random(1)))
+    return Namespaces(
+        PosixFileSystem(), str(tmp_path), TempNames("aB3", Random(1)), survives_power_loss=False
+    )
 
 
 def put(namespaces: Namespaces, root: Path, key: ChunkKey) -> None:
@@ -41,7 +43,9 @@ def test_the_identity_file_is_the_encoded_identity(namespaces: Namespaces, tmp_p
 def test_an_identity_file_is_never_rewritten(namespaces: Namespaces, tmp_path: Path) -> None:
     namespaces.ensure_blocking(KEY)
     before = (tmp_path / namespace_dir(KEY) / "identity").stat().st_ino
-    Namespaces(PosixFileSystem(), str(tmp_path), TempNames("aB3", Random(2))).ensure_blocking(KEY)
+    Namespaces(
+        PosixFileSystem(), str(tmp_path), TempNames("aB3", Random(2)), survives_power_loss=False
+    ).ensure_blocking(KEY)
     assert (tmp_path / namespace_dir(KEY) / "identity").stat().st_ino == before
 
 
@@ -89,7 +93,9 @@ def test_no_reason_in_a_namespace_that_the_tenant_has(
     """Then the chunk is absent or evicted; nothing is listed on the request path."""
     put(namespaces, tmp_path, Descriptor(identity_of(FP16), (hash_of(0),)).key(0))
     namespaces.ensure_blocking(KEY)
-    again = Namespaces(PosixFileSystem(), str(tmp_path), TempNames("aB3", Random(3)))
+    again = Namespaces(
+        PosixFileSystem(), str(tmp_path), TempNames("aB3", Random(3)), survives_power_loss=False
+    )
     assert namespaces.explain_miss_blocking(KEY) == again.explain_miss_blocking(KEY) == ""
 
 
@@ -117,7 +123,9 @@ class FullFileSystem(PosixFileSystem):
 
 
 def test_a_failed_identity_file_leaves_nothing(tmp_path: Path) -> None:
-    namespaces = Namespaces(FullFileSystem(), str(tmp_path), TempNames("aB3", Random(1)))
+    namespaces = Namespaces(
+        FullFileSystem(), str(tmp_path), TempNames("aB3", Random(1)), survives_power_loss=False
+    )
     with pytest.raises(StorageFull):
         namespaces.ensure_blocking(KEY)
     assert list((tmp_path / namespace_dir(KEY)).iterdir()) == []

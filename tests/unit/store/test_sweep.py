@@ -12,6 +12,8 @@ from kvserve.store.owners import Owner
 from kvserve.store.paths import TempNames, new_tag, temp_owner
 from kvserve.store.sweep import SweepResult, sweep_blocking
 
+NAME = "00ff" * 8
+
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
@@ -30,7 +32,7 @@ def sweep(root: Path, by: Owner, fs: PosixFileSystem | None = None) -> SweepResu
 
 def leave(root: Path, tag: str, directory: str = "t/ns/0of1/abc") -> Path:
     """A temporary file as a server with this tag makes it."""
-    path = Path(TempNames(tag, Random(9)).beside(f"{root}/{directory}/00ff"))
+    path = Path(TempNames(tag, Random(9)).beside(f"{root}/{directory}/{NAME}"))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"half")
     return path
@@ -72,7 +74,15 @@ def test_a_server_that_was_heard_of_within_its_lease_is_alive(root: Path) -> Non
 def test_only_temporary_names_are_touched(root: Path) -> None:
     sweeper = owner(root, 1)
     directory = leave(root, "zZ9").parent
-    kept = ["00ff", ".hidden", "plain.aB3xY7", ".dots.in.name", ".00ff.aB3xY7.more"]
+    kept = [
+        NAME,
+        ".hidden",
+        "plain.aB3xY7",
+        ".config.backup",
+        f".{NAME}.aB3xY7.more",
+        f".{NAME}.aaaxY7",
+        ".notes.aB3xY7",
+    ]
     for name in kept:
         (directory / name).write_bytes(b"x")
     (root / "t/ns/identity").write_bytes(b"x")
@@ -133,7 +143,27 @@ def test_owner_of_a_temporary_name() -> None:
     random = Random(0)
     for _ in range(100):
         tag = new_tag(random)
-        name = TempNames(tag, random).beside("d/00ff").rpartition("/")[2]
+        name = TempNames(tag, random).beside(f"d/{NAME}").rpartition("/")[2]
         assert temp_owner(name) == tag
-    assert temp_owner("00ff") is None
+    assert temp_owner(NAME) is None
     assert temp_owner("identity") is None
+
+
+def test_a_server_that_starts_during_a_sweep_is_safe(root: Path) -> None:
+    """Its claim is asked for again at each file, not taken from a list made at the start."""
+    sweeper = owner(root, 1)
+    leave(root, "zZ9", "a/ns/0of1/abc")
+    steps = sweep_blocking(PosixFileSystem(), str(root), sweeper)
+    next(steps)
+    late = owner(root, 2)
+    path = leave(root, late.tag, "z/ns/0of1/abc")
+    assert list(steps)[-1].removed == 1
+    assert path.exists()
+    assert late.tag in os.listdir(root / ".servers")
+
+
+def test_a_claim_that_somebody_removed_is_made_again(root: Path) -> None:
+    one = owner(root, 1)
+    (root / ".servers" / one.tag).unlink()
+    one.beat_blocking()
+    assert os.listdir(root / ".servers") == [one.tag]

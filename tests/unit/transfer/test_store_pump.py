@@ -56,7 +56,7 @@ class Store:
         self.sinks = {index: MemorySink(self.gate) for index in NEEDED}
         self.stored_layers: list[int] = []
         self.pump = StorePump(
-            StoreSession(SMALL, NEEDED),
+            StoreSession(SMALL, NEEDED, frame_size_bytes_max=1 << 20),
             self.sinks,
             threads,
             layer_stored=self._layer_stored,
@@ -169,7 +169,7 @@ async def test_ending_early_publishes_nothing(threads: ThreadPoolExecutor) -> No
     for index in NEEDED:
         verdict = store.pump.verdicts[index]
         assert verdict.status is ChunkStatus.INCOMPLETE
-        assert "the client ended early: <StoreSession 1/2 layers" in verdict.message
+        assert "the store ended early: 1 of 2 layers had come" in verdict.message
 
 
 async def test_a_broken_rule_ends_it_before_anything_is_written(

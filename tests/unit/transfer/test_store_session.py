@@ -48,7 +48,7 @@ class TestGoodStores:
         self, needed: list[int], order: list[int], frame_size_bytes: int
     ) -> None:
         """Layers in any order, frames of any size, only the needed chunks."""
-        session = StoreSession(HYBRID, needed)
+        session = StoreSession(HYBRID, needed, frame_size_bytes_max=1 << 20)
         files: dict[tuple[int, int], bytearray] = {}
         for number, layer_index in enumerate(order):
             assert not session.is_complete
@@ -74,14 +74,14 @@ class TestGoodStores:
         }
 
     def test_writes_are_views_into_the_frame(self) -> None:
-        session = StoreSession(SMALL, [0])
+        session = StoreSession(SMALL, [0], frame_size_bytes_max=1 << 20)
         (header, payload) = next(frames_of(SMALL, 0, [0]))
         writes, _ = session.feed(header, payload)
         assert writes[0].data.obj is payload.obj
 
     def test_a_frame_may_end_one_slice_and_begin_the_next(self) -> None:
         """The wire contract counts consecutive bytes; cuts need not fall on slices."""
-        session = StoreSession(SMALL, [0, 1])
+        session = StoreSession(SMALL, [0, 1], frame_size_bytes_max=1 << 20)
         one, other = slice_of(0, 0, SIZE), slice_of(0, 1, SIZE)
         both = memoryview(one + other)
         assert session.feed(FrameHeader(0, 0, 0, b""), both[:100])[1] is False
@@ -91,11 +91,11 @@ class TestGoodStores:
         assert session.feed(FrameHeader(0, 1, 44, sums(other)), both[300:])[1] is True
 
     def test_nothing_needed_is_complete_at_once(self) -> None:
-        assert StoreSession(SMALL, []).is_complete
+        assert StoreSession(SMALL, [], frame_size_bytes_max=1 << 20).is_complete
 
     def test_repr_says_how_far_it_came(self) -> None:
         """It is the text of an INCOMPLETE verdict."""
-        session = StoreSession(SMALL, [3, 5])
+        session = StoreSession(SMALL, [3, 5], frame_size_bytes_max=1 << 20)
         feed_layer(session, 1, [3, 5])
         session.feed(FrameHeader(0, 3, 0, b""), memoryview(slice_of(0, 3, SIZE))[:100])
         assert repr(session) == "<StoreSession 1/2 layers, layer 0 at chunk 0/2 + 100 B>"
@@ -242,13 +242,13 @@ def checksum_in_the_middle(session: StoreSession) -> None:
 def test_a_broken_rule_is_refused_and_said(
     break_it: Callable[[StoreSession], None], words: str
 ) -> None:
-    session = StoreSession(SMALL, [3, 5])
+    session = StoreSession(SMALL, [3, 5], frame_size_bytes_max=1 << 20)
     with pytest.raises(InvalidRequest, match=words):
         break_it(session)
 
 
 def test_a_payload_that_nobody_needs_is_refused() -> None:
-    session = StoreSession(SMALL, [])
+    session = StoreSession(SMALL, [], frame_size_bytes_max=1 << 20)
     with pytest.raises(InvalidRequest, match="the server needs no chunk of this store"):
         session.feed(FrameHeader(0, 0, 0, b""), memoryview(bytes(8)))
 
@@ -263,7 +263,7 @@ def test_a_payload_that_nobody_needs_is_refused() -> None:
 def test_no_frame_raises_anything_else(
     layer: int, chunk: int, offset: int, checksums: bytes, payload: bytes
 ) -> None:
-    session = StoreSession(SMALL, [3, 5])
+    session = StoreSession(SMALL, [3, 5], frame_size_bytes_max=1 << 20)
     for _ in range(2):
         try:
             writes, _ = session.feed(
