@@ -34,7 +34,7 @@ demo-llm: $(LLM)  ## a real model: process A prefills, process B continues from 
 	HF_HUB_OFFLINE=1 $(BIN)/kvserve demo-llm
 
 test: $(DEV)  ## the whole test suite (with the real model where the llm extra is installed)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TESTS)
 
 check: $(DEV)  ## format, lint, types, import contracts, generated stubs up to date
 	$(BIN)/ruff format --check .
