@@ -10,7 +10,6 @@ Contract for every implementation (and for every test double):
   (out of file descriptors), whose message has the verb, the path and the errno's name.
 """
 
-from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -33,10 +32,10 @@ class FileSystem(Protocol):
     def close(self, fd: int) -> None:
         """Closes. An error here is a failed write."""
 
-    def read_into(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fills `buffers` from `offset` on; returns the bytes read, fewer only at end of file."""
+    def read_into(self, fd: int, into: memoryview, offset: int) -> int:
+        """Fills `into` from `offset` on; returns the bytes read, fewer only at end of file."""
 
-    def read_cached(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int | None:
+    def read_cached(self, fd: int, into: memoryview, offset: int) -> int | None:
         """The same without waiting for a disk: None if that cannot be promised.
 
         May return fewer bytes than asked for where only a part is in memory. The only verb that

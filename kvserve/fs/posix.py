@@ -3,12 +3,11 @@
 import ctypes
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvserve.errors import Overloaded, StorageFull, StorageUnavailable
 
-_IOV_MAX = 1024
 # More than a chunk has parents.
 _MKDIR_TRIES = 64
 
@@ -49,8 +48,7 @@ class PosixFileSystem:
     """Implements `FileSystem` on the tree that the kernel shows."""
 
     def __init__(self) -> None:
-        # Whether `RWF_NOWAIT` works, by device; a device that refuses it once is not asked again.
-        self._nowait: dict[int, bool] = {}
+        self._cached_flags = os.RWF_NOWAIT
 
     def open_read(self, path: str) -> int | None:
         with _translated("open", path):
@@ -77,36 +75,35 @@ class PosixFileSystem:
         with _translated("close", fd):
             os.close(fd)
 
-    def read_into(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def read_into(self, fd: int, into: memoryview, offset: int) -> int:
         with _translated("read", fd):
             done = 0
-            for group in _groups(buffers):
-                wanted = sum(map(len, group))
-                got = os.preadv(fd, group, offset + done)
-                # A short read is the end of the file or an interruption: asking again tells.
-                while 0 < got < wanted:
-                    more = os.preadv(fd, _rest(group, got), offset + done + got)
-                    if more == 0:
-                        break
-                    got += more
-                done += got
-                if got < wanted:
+            # A short read is the end of the file or an interruption: asking again tells.
+            while done < len(into):
+                got = os.preadv(fd, (into[done:],), offset + done)
+                if not got:
                     break
+                done += got
             return done
 
-    def read_cached(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int | None:
+    def read_cached(self, fd: int, into: memoryview, offset: int) -> int | None:
         try:
-            return os.preadv(fd, buffers, offset, os.RWF_NOWAIT)
+            return os.preadv(fd, (into,), offset, self._cached_flags)
         except BlockingIOError:
             return None
         except OSError as error:
-            if error.errno != errno.EOPNOTSUPP:
+            if error.errno != errno.EOPNOTSUPP or not self._cached_flags:
                 return None  # the waiting read meets the same error and reports it
-        with _translated("read", fd):
-            device = os.fstat(fd).st_dev
-            if device not in self._nowait:
-                self._nowait[device] = _fd_kind(fd) in _MEMORY_KINDS
-            return os.preadv(fd, buffers, offset) if self._nowait[device] else None
+        if not self._is_in_memory(fd):
+            return None
+        # From now on without the flag: one tree is one file system.
+        self._cached_flags = 0
+        return self.read_cached(fd, into, offset)
+
+    @staticmethod
+    def _is_in_memory(fd: int) -> bool:
+        with _translated("statfs", fd):
+            return _fd_kind(fd) in _MEMORY_KINDS
 
     def write_all(self, fd: int, data: bytes | memoryview, offset: int) -> None:
         with _translated("write", fd):
@@ -208,19 +205,3 @@ def _fd_kind(fd: int) -> str:
         raise OSError(code, os.strerror(code))
     f_type = ctypes.c_ulong.from_buffer(buffer).value & 0xFFFFFFFF
     return _KINDS.get(f_type, f"0x{f_type:08x}")
-
-
-def _groups(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    for start in range(0, len(buffers), _IOV_MAX):
-        yield list(buffers[start : start + _IOV_MAX])
-
-
-def _rest(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
-    rest: list[memoryview] = []
-    for buffer in buffers:
-        if done >= len(buffer):
-            done -= len(buffer)
-        else:
-            rest.append(buffer[done:])
-            done = 0
-    return rest

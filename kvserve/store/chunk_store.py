@@ -125,7 +125,7 @@ class ChunkStore:
             if fd is None:
                 return Verdict(ChunkStatus.MISS_ABSENT, "deleted while being read")
             try:
-                got = self.fs.read_into(fd, [into], offset)
+                got = self.fs.read_into(fd, into, offset)
             finally:
                 if chunk.fd is None:
                     self.fs.close(fd)
@@ -143,7 +143,7 @@ class ChunkStore:
         if chunk.fd is None:
             return False
         offset = chunk.offsets[layer_index] + slice_offset
-        return self.fs.read_cached(chunk.fd, (into,), offset) == len(into)
+        return self.fs.read_cached(chunk.fd, into, offset) == len(into)
 
     def reject_blocking(self, chunk: OpenChunk) -> None:
         """A read found the chunk damaged: nobody finds it again."""

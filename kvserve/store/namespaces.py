@@ -77,7 +77,7 @@ class Namespaces:
             return None
         try:
             buffer = bytearray(_ENCODED_SIZE_BYTES_MAX)
-            got = self._fs.read_into(fd, [memoryview(buffer)], 0)
+            got = self._fs.read_into(fd, memoryview(buffer), 0)
         finally:
             self._fs.close(fd)
         return bytes(buffer[:got])

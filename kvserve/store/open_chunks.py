@@ -94,7 +94,7 @@ class OpenChunks:
         keeps_fd = False
         try:
             header = bytearray(geometry.header_size_bytes)
-            got = self._fs.read_into(fd, [memoryview(header)], 0)
+            got = self._fs.read_into(fd, memoryview(header), 0)
             found = geometry.decode_header(chunk_hash, bytes(header[:got]))
             if isinstance(found, Verdict):
                 reject_blocking(path, fd)

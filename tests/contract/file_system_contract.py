@@ -148,14 +148,13 @@ class FileSystemContract(ABC):
 
     # read_into
 
-    def test_read_into_fills_buffers_in_order_from_the_offset(
+    def test_read_into_fills_the_buffer_from_the_offset(
         self, fs: FileSystem, tree: str, reading: Callable[[str], int]
     ) -> None:
         self.put(f"{tree}/file", KV)
-        fd = reading(f"{tree}/file")
-        buffers = [bytearray(size) for size in (1, 300, 0, 7)]
-        assert fs.read_into(fd, [memoryview(buffer) for buffer in buffers], 100) == 308
-        assert b"".join(buffers) == KV[100:408]
+        buffer = bytearray(308)
+        assert fs.read_into(reading(f"{tree}/file"), memoryview(buffer), 100) == 308
+        assert buffer == KV[100:408]
 
     def test_read_into_is_positional_and_leaves_no_position(
         self, fs: FileSystem, tree: str, reading: Callable[[str], int]
@@ -164,7 +163,7 @@ class FileSystemContract(ABC):
         fd = reading(f"{tree}/file")
         for offset in (500, 0, 500):
             buffer = bytearray(8)
-            assert fs.read_into(fd, [memoryview(buffer)], offset) == 8
+            assert fs.read_into(fd, memoryview(buffer), offset) == 8
             assert buffer == KV[offset : offset + 8]
 
     def test_read_into_is_short_only_at_the_end_of_the_file(
@@ -172,32 +171,17 @@ class FileSystemContract(ABC):
     ) -> None:
         self.put(f"{tree}/file", b"0123456789")
         fd = reading(f"{tree}/file")
-        one, other = bytearray(6), bytearray(b"......")
-        assert fs.read_into(fd, [memoryview(one), memoryview(other)], 0) == 10
-        assert one + other == b"0123456789.."
-        assert fs.read_into(fd, [memoryview(one)], 10) == 0
-        assert fs.read_into(fd, [memoryview(one)], 1 << 40) == 0
-        assert one == b"012345", "nothing is written beyond what was read"
+        buffer = bytearray(b"............")
+        assert fs.read_into(fd, memoryview(buffer), 0) == 10
+        assert fs.read_into(fd, memoryview(buffer), 10) == 0
+        assert fs.read_into(fd, memoryview(buffer), 1 << 40) == 0
+        assert buffer == b"0123456789..", "nothing is written beyond what was read"
 
-    def test_read_into_of_thousands_of_buffers(
-        self, fs: FileSystem, tree: str, reading: Callable[[str], int]
-    ) -> None:
-        """More than one system call takes (IOV_MAX is 1,024)."""
-        self.put(f"{tree}/file", KV)
-        fd = reading(f"{tree}/file")
-        buffers = [bytearray(5) for _ in range(3000)]
-        assert fs.read_into(fd, [memoryview(buffer) for buffer in buffers], 3) == 15_000
-        assert b"".join(buffers) == KV[3:15_003]
-        more = [bytearray(5) for _ in range(5000)]
-        got = fs.read_into(fd, [memoryview(buffer) for buffer in more], 0)
-        assert got == len(KV)
-        assert b"".join(more)[:got] == KV
-
-    def test_read_into_no_buffers_reads_nothing(
+    def test_read_into_no_room_reads_nothing(
         self, fs: FileSystem, tree: str, reading: Callable[[str], int]
     ) -> None:
         self.put(f"{tree}/file", KV)
-        assert fs.read_into(reading(f"{tree}/file"), [], 0) == 0
+        assert fs.read_into(reading(f"{tree}/file"), memoryview(b""), 0) == 0
 
     def test_one_descriptor_is_read_by_many_threads_at_once(
         self, fs: FileSystem, tree: str, reading: Callable[[str], int]
@@ -212,7 +196,7 @@ class FileSystemContract(ABC):
             for _ in range(100):
                 offset = random.randrange(len(data) - 4096)
                 buffer = bytearray(4096)
-                got = fs.read_into(fd, [memoryview(buffer)], offset)
+                got = fs.read_into(fd, memoryview(buffer), offset)
                 if got != 4096 or buffer != data[offset : offset + 4096]:
                     wrong.append(offset)
 
@@ -225,7 +209,7 @@ class FileSystemContract(ABC):
         assert fd is not None
         fs.close(fd)
         with pytest.raises(StorageUnavailable, match=r"read .*: EBADF"):
-            fs.read_into(fd, [memoryview(bytearray(1))], 0)
+            fs.read_into(fd, memoryview(bytearray(1)), 0)
 
     # read_cached
 
@@ -234,12 +218,12 @@ class FileSystemContract(ABC):
     ) -> None:
         self.put(f"{tree}/file", KV)
         fd = reading(f"{tree}/file")
-        fs.read_into(fd, [memoryview(bytearray(len(KV)))], 0)
-        one, other = bytearray(100), bytearray(200)
-        got = fs.read_cached(fd, [memoryview(one), memoryview(other)], 50)
+        fs.read_into(fd, memoryview(bytearray(len(KV))), 0)
+        buffer = bytearray(300)
+        got = fs.read_cached(fd, memoryview(buffer), 50)
         if got is not None:
             assert 0 < got <= 300
-            assert (one + other)[:got] == KV[50 : 50 + got]
+            assert buffer[:got] == KV[50 : 50 + got]
 
     def test_read_cached_beyond_the_end_gives_no_bytes(
         self, fs: FileSystem, tree: str, reading: Callable[[str], int]
@@ -247,8 +231,8 @@ class FileSystemContract(ABC):
         self.put(f"{tree}/file", b"kv")
         buffer = bytearray(8)
         fd = reading(f"{tree}/file")
-        assert fs.read_cached(fd, [memoryview(buffer)], 100) in (0, None)
-        assert fs.read_cached(fd, [memoryview(buffer)], 0) in (2, None)
+        assert fs.read_cached(fd, memoryview(buffer), 100) in (0, None)
+        assert fs.read_cached(fd, memoryview(buffer), 0) in (2, None)
 
     def test_read_cached_never_raises_what_a_waiting_read_will_say(
         self, fs: FileSystem, tree: str
@@ -257,7 +241,7 @@ class FileSystemContract(ABC):
         fd = fs.open_read(f"{tree}/file")
         assert fd is not None
         fs.close(fd)
-        assert fs.read_cached(fd, [memoryview(bytearray(1))], 0) is None
+        assert fs.read_cached(fd, memoryview(bytearray(1)), 0) is None
 
     # write_all
 
@@ -355,7 +339,7 @@ class FileSystemContract(ABC):
         fd = reading(f"{tree}/final")
         fs.rename(f"{tree}/.temp", f"{tree}/final")
         buffer = bytearray(3)
-        fs.read_into(fd, [memoryview(buffer)], 0)
+        fs.read_into(fd, memoryview(buffer), 0)
         assert buffer == b"old"
         assert self.get(f"{tree}/final") == b"new"
 
@@ -389,7 +373,7 @@ class FileSystemContract(ABC):
         fd = reading(f"{tree}/file")
         fs.unlink(f"{tree}/file")
         buffer = bytearray(len(KV))
-        assert fs.read_into(fd, [memoryview(buffer)], 0) == len(KV)
+        assert fs.read_into(fd, memoryview(buffer), 0) == len(KV)
         assert buffer == KV
 
     # make_dirs, list_dir

@@ -54,7 +54,7 @@ class TestPosixInMemory(_OnDisk):
         assert fd is not None
         for _ in range(2):
             buffer = bytearray(100)
-            assert fs.read_cached(fd, [memoryview(buffer)], 7) == 100
+            assert fs.read_cached(fd, memoryview(buffer), 7) == 100
             assert buffer == KV[7:107]
         fs.close(fd)
 
@@ -109,7 +109,7 @@ class TestErrors:
         fd = self.fs.open_read(str(tmp_path))
         assert fd is not None
         with pytest.raises(StorageUnavailable, match=r"read \d+: EISDIR"):
-            self.fs.read_into(fd, [memoryview(bytearray(1))], 0)
+            self.fs.read_into(fd, memoryview(bytearray(1)), 0)
         self.fs.close(fd)
 
     @pytest.mark.skipif(os.geteuid() == 0, reason="root may do everything")
