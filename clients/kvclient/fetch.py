@@ -1,12 +1,11 @@
 """Fetch handles: layers arrive in the caller's region, one completion event each."""
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from kvclient.channel import Channel
 from kvclient.fetch_session import FetchSession, LayerEvent
-from kvclient.handle import Handle, HandleState
+from kvclient.handle import Handle
 from kvclient.placement import Placement
 from kvserve.errors import InvalidRequest, ServerFault
 from kvserve.format.frames import decode_frame
@@ -56,7 +55,6 @@ class FetchHandle(Handle):
         self._layers = tuple(layers) or descriptor.layer_order
         self._session = FetchSession(descriptor, self._layers, placement)
         self._events: dict[int, LayerEvent] = {}
-        self._changed = asyncio.Event()
 
     async def wait(self) -> FetchResult:
         """The result at the end. Cancelling the wait does not cancel the transfer.
@@ -65,7 +63,7 @@ class FetchHandle(Handle):
             KvserveError: the transfer itself failed; nothing in the region counts but the layers
                 whose events came before.
         """
-        await self._ended()
+        await self._raise_end()
         return self._result()
 
     async def layer(self, layer_index: int) -> LayerEvent:
@@ -78,10 +76,7 @@ class FetchHandle(Handle):
         if layer_index not in self._layers:
             raise InvalidRequest(f"layer {layer_index} is not among the layers of this fetch")
         while layer_index not in self._events:
-            if self.state is not HandleState.PROC:
-                await self._ended()
-                raise ServerFault(f"the fetch ended without layer {layer_index}")
-            await self._changed.wait()
+            await self._next_change()
         return self._events[layer_index]
 
     async def layers(self) -> AsyncIterator[LayerEvent]:
@@ -128,16 +123,8 @@ class FetchHandle(Handle):
         verdicts = self._session.verdicts
         return FetchResult(leading_hits(verdicts), list(verdicts), self._session.landed_bytes)
 
-    def _pulse(self) -> None:
-        # Wakes present waiters; each looks at the state and waits again on the new event.
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
     def _is_finished(self) -> bool:
         return self._session.is_finished
 
     def _is_whole(self) -> bool:
         return self._session.is_finished and self._result().is_whole
-
-    def _wake(self) -> None:
-        self._pulse()

@@ -36,6 +36,7 @@ class Handle:
         self._deadline = 0.0
         self._pid = os.getpid()
         self._task: asyncio.Task[KvserveError | None] | None = None
+        self._changed = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.state.value} {self._address}>"
@@ -103,7 +104,7 @@ class Handle:
             return
         self.error = error
         self.state = HandleState.DONE if error is None and self._is_whole() else HandleState.ERR
-        self._wake()
+        self._pulse()
 
     def _is_whole(self) -> bool:
         """Every byte of every chunk has arrived and is good."""
@@ -113,16 +114,24 @@ class Handle:
         """Everything has come and only the end of the rpc is awaited: nothing left to cancel."""
         raise NotImplementedError
 
-    def _wake(self) -> None:
-        """The handle has ended: lets every waiter look at the state."""
-        raise NotImplementedError
+    def _pulse(self) -> None:
+        """Something happened: every waiter looks at the state, and waits again on a new event."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _next_change(self) -> None:
+        """Waits for the next `_pulse`; raises what ended the handle if it has ended."""
+        if self.state is not HandleState.PROC:
+            await self._raise_end()
+            raise HandleClosed("the transfer has ended")
+        await self._changed.wait()
 
     async def ended(self) -> None:
         """Waits for the end, whatever it is; `state` and `error` tell."""
         if self._task is not None:
             await asyncio.wait([self._task])
 
-    async def _ended(self) -> None:
+    async def _raise_end(self) -> None:
         """Waits for the end; raises the error if there is one."""
         self._check_process()
         if self._task is None and self.state is HandleState.PREPARED:

@@ -47,7 +47,6 @@ class StoreHandle(Handle):
         self._sent: set[int] = set()
         self._stored: set[int] = set()
         self._turn = asyncio.Lock()
-        self._changed = asyncio.Event()
         self._needs: list[int] | None = None
         self._frame_size_bytes = _FRAME_SIZE_BYTES
         self._verdicts: list[Verdict] = []
@@ -95,7 +94,7 @@ class StoreHandle(Handle):
             if self.state is HandleState.PROC:
                 await self.needed()
                 await self._send(None)
-        await self._ended()
+        await self._raise_end()
         return StoreResult(list(self._verdicts))
 
     async def _transfer(self) -> None:
@@ -164,7 +163,7 @@ class StoreHandle(Handle):
             except asyncio.CancelledError:
                 if is_cancelled():
                     raise
-        await self._ended()
+        await self._raise_end()
         if message is not None:
             raise HandleClosed("the store has ended")
 
@@ -177,24 +176,11 @@ class StoreHandle(Handle):
         if layer_index in self._sent:
             raise InvalidRequest(f"layer {layer_index} was sent twice")
 
-    async def _next_change(self) -> None:
-        if self.state is not HandleState.PROC:
-            await self._ended()
-            raise HandleClosed("the store has ended")
-        await self._changed.wait()
-
-    def _pulse(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
     def _is_finished(self) -> bool:
         return bool(self._verdicts)
 
     def _is_whole(self) -> bool:
         return bool(self._verdicts) and StoreResult(self._verdicts).is_whole
-
-    def _wake(self) -> None:
-        self._pulse()
 
 
 def _checksum(views: list[memoryview]) -> bytes:

@@ -108,8 +108,14 @@ def descriptor_from_pb(message: pb.Descriptor, *, chunks_max: int) -> Descriptor
     )
 
 
-def statuses_to_bytes(statuses: Sequence[ChunkStatus]) -> bytes:
-    return bytes(statuses)
+def verdicts_to_pb(verdicts: Sequence[Verdict]) -> tuple[bytes, list[pb.ChunkDetail]]:
+    """One status byte a chunk, and the first `DETAILS_MAX` verdicts that have more to say."""
+    telling = ((index, verdict) for index, verdict in enumerate(verdicts) if verdict.message)
+    details = [
+        pb.ChunkDetail(chunk_index=index, message=verdict.message)
+        for index, verdict in islice(telling, DETAILS_MAX)
+    ]
+    return bytes(verdict.status for verdict in verdicts), details
 
 
 def verdicts_from_pb(
@@ -138,12 +144,3 @@ def parse(kind: type[M], raw: bytes) -> M:
         return kind.FromString(raw)
     except DecodeError as error:
         raise MalformedMessage(f"a {kind.__name__} is not well-formed: {error}") from error
-
-
-def details_to_pb(verdicts: Sequence[Verdict]) -> list[pb.ChunkDetail]:
-    """The first `DETAILS_MAX` verdicts that have something to say."""
-    telling = ((index, verdict) for index, verdict in enumerate(verdicts) if verdict.message)
-    return [
-        pb.ChunkDetail(chunk_index=index, message=verdict.message)
-        for index, verdict in islice(telling, DETAILS_MAX)
-    ]

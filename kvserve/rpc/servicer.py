@@ -17,9 +17,8 @@ from kvserve.format.frames import FrameHeader, decode_frame
 from kvserve.format.messages import (
     SERVICE,
     descriptor_from_pb,
-    details_to_pb,
     parse,
-    statuses_to_bytes,
+    verdicts_to_pb,
 )
 from kvserve.model import ChunkStatus, Descriptor, Verdict, leading_hits
 from kvserve.rpc.status import with_status
@@ -73,17 +72,16 @@ class Servicer:
     async def lookup(self, raw: bytes, context: _Context) -> bytes:
         request = parse(pb.LookupRequest, raw)
         verdicts = await self._service.lookup(self._descriptor(request.descriptor))
+        chunk_statuses, details = verdicts_to_pb(verdicts)
         reply = pb.LookupReply(
-            prefix_chunks=leading_hits(verdicts),
-            chunk_statuses=statuses_to_bytes([verdict.status for verdict in verdicts]),
-            details=details_to_pb(verdicts),
+            prefix_chunks=leading_hits(verdicts), chunk_statuses=chunk_statuses, details=details
         )
         return reply.SerializeToString()
 
     async def delete(self, raw: bytes, context: _Context) -> bytes:
         request = parse(pb.DeleteRequest, raw)
         statuses = await self._service.delete(self._descriptor(request.descriptor))
-        return pb.DeleteReply(chunk_statuses=statuses_to_bytes(statuses)).SerializeToString()
+        return pb.DeleteReply(chunk_statuses=bytes(statuses)).SerializeToString()
 
     async def fetch(self, raw: bytes, context: _Context) -> None:
         request = parse(pb.FetchRequest, raw)
@@ -115,7 +113,7 @@ class _GrpcStorePlane:
 
     async def needs(self, statuses: list[ChunkStatus]) -> None:
         needs = pb.StoreNeeds(
-            chunk_statuses=statuses_to_bytes(statuses),
+            chunk_statuses=bytes(statuses),
             frame_size_bytes_max=self._frame_size_bytes_max,
         )
         await self._context.write(pb.StoreReply(needs=needs).SerializeToString())
@@ -136,8 +134,6 @@ class _GrpcStorePlane:
         await self._context.write(pb.StoreReply(layer_stored=stored).SerializeToString())
 
     async def result(self, verdicts: list[Verdict]) -> None:
-        result = pb.StoreResult(
-            chunk_statuses=statuses_to_bytes([verdict.status for verdict in verdicts]),
-            details=details_to_pb(verdicts),
-        )
+        chunk_statuses, details = verdicts_to_pb(verdicts)
+        result = pb.StoreResult(chunk_statuses=chunk_statuses, details=details)
         await self._context.write(pb.StoreReply(result=result).SerializeToString())

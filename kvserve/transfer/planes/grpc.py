@@ -12,7 +12,7 @@ import ctypes
 from collections.abc import Awaitable, Callable
 
 from kvserve.format.frames import FrameHeader, encode_prefix
-from kvserve.format.messages import details_to_pb, statuses_to_bytes
+from kvserve.format.messages import verdicts_to_pb
 from kvserve.model import Verdict
 from kvserve.transfer.planes.base import OutgoingFrame
 from kvserve.v1 import kvserve_pb2 as pb
@@ -47,10 +47,8 @@ class GrpcFetchPlane:
         self._write = write
 
     async def head(self, verdicts: list[Verdict]) -> None:
-        head = pb.FetchHead(
-            chunk_statuses=statuses_to_bytes([verdict.status for verdict in verdicts]),
-            details=details_to_pb(verdicts),
-        )
+        statuses, details = verdicts_to_pb(verdicts)
+        head = pb.FetchHead(chunk_statuses=statuses, details=details)
         await self._write(pb.FetchReply(head=head).SerializeToString())
 
     def new_frame(self, header: FrameHeader, payload_size_bytes: int) -> GrpcFrame:

@@ -10,10 +10,9 @@ from kvserve.format.messages import (
     DETAILS_MAX,
     descriptor_from_pb,
     descriptor_to_pb,
-    details_to_pb,
     parse,
-    statuses_to_bytes,
     verdicts_from_pb,
+    verdicts_to_pb,
 )
 from kvserve.model import (
     LAYERS_MAX,
@@ -194,13 +193,13 @@ class TestVerdicts:
             Verdict(ChunkStatus.MISS_ABSENT),
             Verdict(ChunkStatus.DELETED, "gone"),
         ]
-        packed = statuses_to_bytes([verdict.status for verdict in verdicts])
+        packed, details = verdicts_to_pb(verdicts)
         assert packed == bytes([1, 4, 2, 32])
-        assert verdicts_from_pb(packed, details_to_pb(verdicts), 4) == verdicts
+        assert verdicts_from_pb(packed, details, 4) == verdicts
 
     def test_details_are_bounded_to_the_first(self) -> None:
         verdicts = [Verdict(ChunkStatus.MISS_ERROR, f"error {n}") for n in range(1000)]
-        details = details_to_pb(verdicts)
+        _, details = verdicts_to_pb(verdicts)
         assert [detail.chunk_index for detail in details] == list(range(DETAILS_MAX))
 
     @pytest.mark.parametrize("count", [1, 3])
