@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 from random import Random
 
-from kvserve.errors import StorageError, StorageUnavailable
 from kvserve.format.chunk_file import checksum
 from kvserve.fs import FileSystem, PosixFileSystem
 from kvserve.model import ChunkStatus, Descriptor, Verdict
@@ -123,46 +122,3 @@ class Tree:
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-class FaultyFileSystem(PosixFileSystem):
-    """The real one, whose `n`-th call that changes something fails; `calls` counts them."""
-
-    def __init__(self, fails_at: int = 0, error: StorageError | None = None) -> None:
-        super().__init__()
-        self.fails_at = fails_at
-        self.error = error or StorageUnavailable("EIO")
-        self.calls: list[str] = []
-
-    def _count(self, verb: str) -> None:
-        self.calls.append(verb)
-        if len(self.calls) == self.fails_at:
-            raise self.error
-
-    def create(self, path: str) -> int | None:
-        self._count("create")
-        return super().create(path)
-
-    def make_dirs(self, path: str) -> list[str]:
-        self._count("make_dirs")
-        return super().make_dirs(path)
-
-    def open_write(self, path: str) -> int:
-        self._count("open_write")
-        return super().open_write(path)
-
-    def write_all(self, fd: int, data: bytes | memoryview, offset: int) -> None:
-        self._count("write_all")
-        super().write_all(fd, data, offset)
-
-    def sync(self, fd: int) -> None:
-        self._count("sync")
-        super().sync(fd)
-
-    def close(self, fd: int) -> None:
-        super().close(fd)  # Linux closes also when it reports an error
-        self._count("close")
-
-    def rename(self, source: str, target: str) -> None:
-        self._count("rename")
-        super().rename(source, target)

@@ -11,7 +11,8 @@ import pytest
 from kvserve.errors import StorageFull, StorageUnavailable
 from kvserve.fs import PosixFileSystem
 from kvserve.model import Verdict
-from tests.contract.store_tree import ABSENT, HIT, SIZES, FaultyFileSystem, Tree, open_files
+from kvserve.testing.faulty_fs import FaultyFileSystem
+from tests.contract.store_tree import ABSENT, HIT, SIZES, Tree, open_files
 from tests.unit.samples import slice_of
 
 
@@ -132,15 +133,17 @@ class TestFailingPuts:
     """T4, B1, B3: fail the n-th call, for every n."""
 
     def test_the_order_of_publishing(self, tmp_path: Path) -> None:
-        """Bytes before the header, header before the sync, sync before the name."""
+        """New directories' names, bytes, header, sync, the name, its sync."""
         assert calls_of_one_put(tmp_path / "kv", 64) == [
             "create",
             "make_dirs",
+            *["sync_dir"] * 5,  # root, tenant, namespace, shard, fan
             "create",
             *["write_all"] * (len(SIZES) + 2),  # slices, the end's padding, the header
             "sync",
             "close",
             "rename",
+            "sync_dir",
         ]
 
     @pytest.mark.parametrize("open_files_max", [64, 0], ids=["with", "without descriptors"])

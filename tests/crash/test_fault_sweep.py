@@ -1,0 +1,233 @@
+"""The n-th file call fails, for every n, over a store, a fetch and a start-up; and power loss.
+
+The service, its pumps and the store are the real ones; only the transport is in memory.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from kvserve.config import LimitsConfig
+from kvserve.errors import KvserveError, StorageError, StorageFull, StorageUnavailable
+from kvserve.format.chunk_file import checksum
+from kvserve.format.frames import FrameHeader
+from kvserve.model import ChunkStatus, Descriptor, Verdict
+from kvserve.service import Service
+from kvserve.store.chunk_store import ChunkStore
+from kvserve.store.known import KnownChunks
+from kvserve.store.owners import Owner
+from kvserve.store.paths import TempNames
+from kvserve.store.sweep import sweep_blocking
+from kvserve.testing.faulty_fs import CHANGING, READING, FaultyFileSystem
+from tests.payload import payload_for, small_descriptor
+
+DESCRIPTOR = small_descriptor(chunks=3, layers=2)
+PAYLOAD = payload_for(DESCRIPTOR)
+SIZE = DESCRIPTOR.layout.slice_sizes[0]
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as threads:
+        yield threads
+
+
+def service_over(
+    fs: FaultyFileSystem, root: Path, threads: ThreadPoolExecutor, *, power: bool = False
+) -> Service:
+    store = ChunkStore(
+        fs,
+        str(root),
+        open_files_max=64,
+        survives_power_loss=power,
+        names=TempNames("aB3", Random(1)),
+        known=KnownChunks(chunks_max=100, ttl_s=0.0, clock=lambda: 0.0),
+    )
+    return Service(store, threads, LimitsConfig())
+
+
+class Sender:
+    """A client that stores all of `DESCRIPTOR`."""
+
+    is_finished = False
+
+    def __init__(self) -> None:
+        self.needed: list[int] = []
+        self.verdicts: list[Verdict] = []
+
+    async def needs(self, statuses: list[ChunkStatus]) -> None:
+        self.needed = [i for i, status in enumerate(statuses) if status is ChunkStatus.NEEDED]
+
+    async def frames(self) -> AsyncIterator[tuple[FrameHeader, memoryview]]:
+        for layer in range(2):
+            for chunk in self.needed:
+                at = DESCRIPTOR.payload_offsets[layer] + chunk * SIZE
+                part = memoryview(PAYLOAD)[at : at + SIZE]
+                yield FrameHeader(layer, chunk, 0, checksum(part).to_bytes(8, "little")), part
+        self.is_finished = True
+
+    async def layer_stored(self, layer_index: int) -> None:
+        pass
+
+    async def result(self, verdicts: list[Verdict]) -> None:
+        self.verdicts = verdicts
+
+
+class _Frame:
+    def __init__(self, header: FrameHeader, size: int) -> None:
+        self.header = header
+        self.payload = memoryview(bytearray(size))
+
+
+class Receiver:
+    """A client that fetches all of `DESCRIPTOR` and keeps what is delivered as good."""
+
+    def __init__(self) -> None:
+        self.verdicts: list[Verdict] = []
+        self.slices: dict[tuple[int, int], bytes] = {}
+
+    async def head(self, verdicts: list[Verdict]) -> None:
+        self.verdicts = list(verdicts)
+
+    def new_frame(self, header: FrameHeader, payload_size_bytes: int) -> _Frame:
+        return _Frame(header, payload_size_bytes)
+
+    async def send(self, frame: _Frame) -> None:
+        for number in range(len(frame.payload) // SIZE):
+            chunk = frame.header.first_chunk + number
+            part = frame.payload[number * SIZE : (number + 1) * SIZE]
+            self.slices[frame.header.layer_index, chunk] = bytes(part)
+
+    async def miss(self, chunk_index: int, verdict: Verdict) -> None:
+        self.verdicts[chunk_index] = verdict
+
+
+def expected(layer: int, chunk: int) -> bytes:
+    at = DESCRIPTOR.payload_offsets[layer] + chunk * SIZE
+    return bytes(PAYLOAD[at : at + SIZE])
+
+
+async def fetch(service: Service, descriptor: Descriptor = DESCRIPTOR) -> Receiver:
+    receiver = Receiver()
+    await service.fetch(descriptor, (), receiver)  # type: ignore[arg-type]
+    for (layer, chunk), data in receiver.slices.items():
+        assert data == expected(layer, chunk), "wrong bytes were delivered as good"
+    for chunk, verdict in enumerate(receiver.verdicts):
+        if verdict.status is ChunkStatus.HIT:
+            assert {(0, chunk), (1, chunk)} <= receiver.slices.keys(), "a hit without its bytes"
+    return receiver
+
+
+def temp_files(root: Path) -> list[Path]:
+    return [path for path in root.rglob(".*.*") if path.is_file()]
+
+
+@pytest.mark.parametrize("power", [False, True], ids=["process", "power"])
+@pytest.mark.parametrize("error", [StorageUnavailable("EIO"), StorageFull("ENOSPC")], ids=str)
+async def test_every_call_of_a_store_fails_once(
+    tmp_path: Path, threads: ThreadPoolExecutor, error: StorageError, power: bool
+) -> None:
+    """Whole or absent, said truthfully; a second store heals it; what the others had is kept."""
+    for fails_at in range(1, 500):
+        root = tmp_path / str(fails_at)
+        fs = FaultyFileSystem(fails_at, error, verbs=CHANGING | {"size"})
+        sender = Sender()
+        raised = False
+        try:
+            await service_over(fs, root, threads, power=power).store(DESCRIPTOR, sender)
+        except KvserveError:
+            raised = True  # refused as a whole, before any chunk
+        clean = service_over(FaultyFileSystem(), root, threads)
+        receiver = await fetch(clean)
+        for said, found in zip(sender.verdicts, receiver.verdicts, strict=False):
+            if said.status is ChunkStatus.STORED:
+                assert found.status is ChunkStatus.HIT, f"call {fails_at}: acknowledged and lost"
+            else:
+                assert said.status in (ChunkStatus.STORE_ERROR, ChunkStatus.NO_SPACE), said
+                assert found.status is ChunkStatus.MISS_ABSENT, f"call {fails_at}: {found}"
+        if not fs.has_failed:
+            assert all(verdict.status is ChunkStatus.STORED for verdict in sender.verdicts)
+            assert fails_at > 20, "the sweep covers a whole store"
+            return
+        failed = [v for v in sender.verdicts if v.status is not ChunkStatus.STORED]
+        assert raised or len(failed) <= 1 or fs.calls[fails_at - 1] in ("make_dirs", "size")
+        left = [path for path in temp_files(root) if fs.calls[fails_at - 1] != "unlink"]
+        assert left == [], f"call {fails_at} ({fs.calls[fails_at - 1]}) left files"
+        again = Sender()
+        await clean.store(DESCRIPTOR, again)
+        assert all(verdict.status.is_stored for verdict in again.verdicts)
+    raise AssertionError("the sweep did not end")
+
+
+async def test_every_call_of_a_fetch_fails_once(
+    tmp_path: Path, threads: ThreadPoolExecutor
+) -> None:
+    """A miss with its reason for that chunk only; the next fetch has everything."""
+    root = tmp_path / "kv"
+    await service_over(FaultyFileSystem(), root, threads).store(DESCRIPTOR, Sender())
+    for fails_at in range(1, 500):
+        fs = FaultyFileSystem(fails_at, verbs=READING | CHANGING)
+        service = service_over(fs, root, threads)
+        receiver = await fetch(service)
+        misses = [v for v in receiver.verdicts if v.status is not ChunkStatus.HIT]
+        if not fs.has_failed:
+            assert misses == []
+            assert fails_at > 6, "the sweep covers a whole fetch"
+            return
+        assert len(misses) <= 1
+        assert all(verdict.status is ChunkStatus.MISS_ERROR for verdict in misses)
+        after = await fetch(service_over(FaultyFileSystem(), root, threads))
+        assert all(verdict.status is ChunkStatus.HIT for verdict in after.verdicts)
+    raise AssertionError("the sweep did not end")
+
+
+def test_every_call_of_a_start_up_fails_once(tmp_path: Path) -> None:
+    """It starts or says why not; the next start works, and a sweep removes what is left."""
+    for fails_at in range(1, 500):
+        root = tmp_path / str(fails_at)
+        fs = FaultyFileSystem(fails_at, verbs=READING | CHANGING)
+        with suppress(StorageError):
+            owner = Owner(fs, str(root), Random(1), lease_s=60.0)
+            owner.claim_blocking()
+            store = ChunkStore(
+                fs,
+                str(root),
+                open_files_max=16,
+                survives_power_loss=False,
+                names=TempNames(owner.tag, Random(2)),
+                known=KnownChunks(chunks_max=1, ttl_s=0.0, clock=lambda: 0.0),
+            )
+            store.check_root_blocking()
+            list(sweep_blocking(fs, str(root), owner))
+        if not fs.has_failed:
+            assert fails_at > 10
+            return
+        healthy = Owner(FaultyFileSystem(), str(root), Random(3), lease_s=60.0)
+        healthy.claim_blocking()
+        list(sweep_blocking(FaultyFileSystem(), str(root), healthy))
+    raise AssertionError("the sweep did not end")
+
+
+@pytest.mark.parametrize("power", [False, True], ids=["process", "power"])
+async def test_power_loss(tmp_path: Path, threads: ThreadPoolExecutor, power: bool) -> None:
+    """With "power" nothing acknowledged is lost; without, what is torn is found and is a miss."""
+    root = tmp_path / "kv"
+    root.mkdir()
+    fs = FaultyFileSystem()
+    sender = Sender()
+    await service_over(fs, root, threads, power=power).store(DESCRIPTOR, sender)
+    assert all(verdict.status is ChunkStatus.STORED for verdict in sender.verdicts)
+    await asyncio.to_thread(fs.lose_unsynced)
+    receiver = await fetch(service_over(FaultyFileSystem(), root, threads))
+    if power:
+        assert all(verdict.status is ChunkStatus.HIT for verdict in receiver.verdicts)
+    else:
+        assert all(verdict.status is not ChunkStatus.HIT for verdict in receiver.verdicts)
+    again = Sender()
+    await service_over(FaultyFileSystem(), root, threads).store(DESCRIPTOR, again)
+    assert all(verdict.status.is_stored for verdict in again.verdicts)
