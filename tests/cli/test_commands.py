@@ -161,30 +161,25 @@ def test_a_root_that_may_not_be_written_names_path_uid_and_errno(tmp_path: Path)
     root.mkdir(mode=0o755)
     for directory in (tmp_path, *tmp_path.parents):
         directory.chmod(directory.stat().st_mode | 0o055)
-    script = (
-        "import os, sys; os.setgid(65534); os.setuid(65534);"
-        "sys.argv = ['kvserve', 'serve', '--root', sys.argv[1]];"
-        "from kvserve.cli import main; main()"
-    )
-    environment = {**os.environ, "HOME": str(tmp_path)}
-    # The interpreter and its packages may lie under a home that uid 65534 cannot enter.
-    probe = subprocess.run(
-        [sys.executable, "-c", "import os; os.setuid(65534); import kvserve.cli"],
-        capture_output=True,
-        check=False,
-        env=environment,
-    )
-    if probe.returncode != 0:
-        script = "from kvserve.cli import main; " + script.replace(
-            "from kvserve.cli import main; main()", "main()"
-        )
+    # Everything is imported before: the interpreter may lie where uid 65534 cannot enter.
+    script = """
+import asyncio, os, sys
+from kvserve.config import load_config
+from kvserve.rpc.server import Server
+
+async def start():
+    await Server(load_config(None, {"store": {"root": sys.argv[1]}})).start()
+
+os.setgid(65534)
+os.setuid(65534)
+asyncio.run(start())
+"""
     ended = subprocess.run(
         [sys.executable, "-c", script, str(root)],
         capture_output=True,
         text=True,
         timeout=30,
         check=False,
-        env=environment,
     )
     assert ended.returncode == 1, ended.stderr
     assert f"the root {root} cannot be used by uid 65534" in ended.stderr
