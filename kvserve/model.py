@@ -26,6 +26,8 @@ NAME_SIZE_BYTES_MAX: Final = 512
 LAYERS_MAX: Final = 4096
 CHUNK_TOKENS_MAX: Final = 65_536
 SLICE_SIZE_BYTES_MAX: Final = 1 << 30
+SLICES_MAX: Final = 1 << 22
+"""Chunks times layers in one descriptor: a transfer keeps a checksum for each."""
 
 DTYPE_BITS: Final = {
     "float32": 32,
@@ -319,6 +321,11 @@ class Descriptor:
     def __post_init__(self) -> None:
         check_tenant(self.tenant)
         check_hashes(self.chunk_hashes)
+        if self.chunk_count * self.layout.layer_count > SLICES_MAX:
+            raise InvalidRequest(
+                f"{self.chunk_count} chunks of {self.layout.layer_count} layers are more than "
+                f"{SLICES_MAX} slices: split the prefix into several descriptors"
+            )
         order = self.layer_order or tuple(range(self.layout.layer_count))
         check_layers("layer_order", order, self.layout)
         object.__setattr__(self, "layer_order", order)

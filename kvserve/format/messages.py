@@ -78,7 +78,7 @@ def descriptor_from_pb(message: pb.Descriptor, *, chunks_max: int) -> Descriptor
             f"descriptor names {len(packed) // size} chunks; this server takes {chunks_max}"
         )
     layout = message.identity.layout
-    if sum(run.count for run in layout.layers) > LAYERS_MAX:
+    if len(layout.layers) > LAYERS_MAX or sum(run.count for run in layout.layers) > LAYERS_MAX:
         raise InvalidRequest(f"layout.layers must be 1 to {LAYERS_MAX}")
     layers: list[LayerSpec] = []
     for run in layout.layers:

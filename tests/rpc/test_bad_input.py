@@ -99,6 +99,20 @@ BAD_DESCRIPTORS = {
         ),
         "a slice of",
     ),
+    "1,000,000 runs of layers": (
+        _change(
+            identity__layout__layers=[pb.LayerRun(kind=3, count=1, opaque_bytes=1)] * 1_000_000
+        ),
+        "layout.layers must be 1 to 4096",
+    ),
+    "more slices than a transfer may have": (
+        _change(
+            chunk_hashes=b"".join(n.to_bytes(16, "big") for n in range(5000)),
+            hash_size_bytes=16,
+            identity__layout__layers=[pb.LayerRun(kind=3, count=1000, opaque_bytes=1)],
+        ),
+        "5000 chunks of 1000 layers are more than 4194304 slices",
+    ),
     "nothing at all": (pb.Descriptor(), "not a multiple of hash_size_bytes 0"),
 }
 
