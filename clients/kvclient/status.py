@@ -22,7 +22,11 @@ from kvserve.errors import (
 _BY_NAME = {cls.__name__: cls for cls in leaves()}
 # Statuses that gRPC itself makes, without our metadata.
 _BY_CODE: dict[grpc.StatusCode, type[KvserveError]] = {
-    grpc.StatusCode.CANCELLED: TransferCancelled,
+    # Our own cancels raise `CancelledError`: this one, like INTERNAL and UNKNOWN without our
+    # metadata, is what gRPC makes of a server that stops or dies in the middle of a call.
+    grpc.StatusCode.CANCELLED: ServerUnavailable,
+    grpc.StatusCode.INTERNAL: ServerUnavailable,
+    grpc.StatusCode.UNKNOWN: ServerUnavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.UNAVAILABLE: ServerUnavailable,
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,

@@ -21,7 +21,6 @@ from kvserve.errors import (
     StorageError,
     StorageFull,
     StorageUnavailable,
-    TransferCancelled,
     TransferError,
     leaves,
 )
@@ -144,14 +143,14 @@ async def test_a_long_message_is_cut_and_arrives(raising: Any) -> None:
 @pytest.mark.parametrize(
     ("code", "cls"),
     [
-        ("CANCELLED", TransferCancelled),
+        ("CANCELLED", ServerUnavailable),
         ("DEADLINE_EXCEEDED", DeadlineExceeded),
         ("UNAVAILABLE", ServerUnavailable),
         ("RESOURCE_EXHAUSTED", MessageTooLarge),
         ("UNIMPLEMENTED", InvalidRequest),
         ("INVALID_ARGUMENT", InvalidRequest),
-        ("INTERNAL", ServerFault),
-        ("UNKNOWN", ServerFault),
+        ("INTERNAL", ServerUnavailable),
+        ("UNKNOWN", ServerUnavailable),
         ("DATA_LOSS", ServerFault),
         ("UNAUTHENTICATED", ServerFault),
     ],
