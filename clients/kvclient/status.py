@@ -59,6 +59,9 @@ def translated(address: str, what: str, timeout_s: float) -> Iterator[None]:
         yield
     except grpc.aio.AioRpcError as error:
         raise to_error(error, address) from error
+    except grpc.aio.InternalError as error:
+        # grpc.aio's word for a read or write on a call that has ended under it.
+        raise ServerUnavailable(f"{address}: {what}: the connection has ended: {error}") from error
     except MalformedMessage as error:
         raise ServerFault(f"{address}: {error}") from error
     except TimeoutError:

@@ -149,16 +149,17 @@ class StoreHandle(Handle):
 
     async def _send(self, message: bytes | None) -> None:
         """Sends one message, or that there are no more."""
-        if self._call is not None:
+        call = self._call  # the transfer drops it when it ends, also while this waits
+        if call is not None:
             try:
                 if message is None:
                     finish = pb.StoreRequest(finish=pb.StoreFinish())
-                    await self._call.write(finish.SerializeToString())
-                    await self._call.done_writing()
+                    await call.write(finish.SerializeToString())
+                    await call.done_writing()
                 else:
-                    await self._call.write(message)
+                    await call.write(message)
                 return
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            except (grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError):
                 pass  # the server has ended the call; its status, read by the transfer, says why
             except asyncio.CancelledError:
                 if is_cancelled():

@@ -192,6 +192,9 @@ class ChunkStore:
             if self.fs.is_same(fd, path):
                 self.fs.make_dirs(directory)
                 self.fs.rename(path, f"{directory}/{flat}")
+                if not self.fs.is_same(fd, f"{directory}/{flat}"):
+                    # A good file took the name between the check and the move: put it back.
+                    self.fs.rename(f"{directory}/{flat}", path)
         shard_directory, _, name = path.rsplit("/", 2)
         self._known.discard(known_key(shard_directory, bytes.fromhex(name)))
 

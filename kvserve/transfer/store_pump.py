@@ -10,6 +10,7 @@ write fails is dropped and reported; the others go on.
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
@@ -21,6 +22,8 @@ from kvserve.model import ChunkStatus, Verdict
 from kvserve.transfer.batches import in_batches, quiet
 from kvserve.transfer.ports import SliceSink
 from kvserve.transfer.store_session import SliceWrite, StoreSession
+
+log = logging.getLogger(__name__)
 
 _Frame = tuple[list[SliceWrite], int]
 """The writes of a frame and its layer."""
@@ -109,10 +112,14 @@ class StorePump:
         self._queue.clear()
         self._whole_layers.clear()  # nobody is told any more
         waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._idle.wait())]
-        if self._reporter is not None:
-            self._reporter.cancel()
-            waits.append(self._reporter)
+        self._to_report.clear()
+        reporter = self._reporter
+        if reporter is not None:
+            # Not cancelled: its write would go on inside gRPC, and a status sent beside it is lost.
+            waits.append(reporter)
         await quiet(waits)
+        if reporter is not None and not reporter.cancelled() and reporter.exception() is not None:
+            log.debug("nobody was told of the last layers: %r", reporter.exception())
 
     def _check(self) -> None:
         """Raises what makes it pointless to go on."""

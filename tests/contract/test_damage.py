@@ -222,6 +222,28 @@ class TestQuarantine:
         assert tree.is_whole(0)
         tree.store.open_chunks.close_idle_blocking()
 
+    def test_a_chunk_healed_in_the_middle_of_the_move_is_put_back(self, tmp_path: Path) -> None:
+        """The other server's put lands between the check and the rename."""
+        other = Tree(tmp_path / "kv")
+
+        class Slow(PosixFileSystem):
+            def is_same(self, fd: int, path: str) -> bool:
+                same = super().is_same(fd, path)
+                if same and ".quarantine" not in path:
+                    other.file(0).unlink()
+                    other.put(0)
+                return same
+
+        tree = Tree(tmp_path / "kv", fs=Slow())
+        tree.put(0)
+        flip(4096)(tree.file(0))
+        chunk = tree.opened(0)
+        tree.store.reject_blocking(chunk)
+        tree.store.open_chunks.release(chunk)
+        assert other.status(0) == HIT, "a chunk that was acknowledged as stored is gone"
+        assert other.is_whole(0)
+        assert tree.quarantined() == []
+
     def test_a_chunk_healed_meanwhile_is_not_set_aside(self, tree: Tree) -> None:
         """Two servers: one still holds the damaged file open, the other has healed the chunk."""
         tree.put(0)
