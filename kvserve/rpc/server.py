@@ -112,12 +112,17 @@ class Server:
         log.debug("serving %s (%s) on %s", tree.store.root, tree.file_system, self.address)
 
     async def stop(self) -> None:
-        """Turns health to NOT_SERVING, refuses new rpcs, waits for open ones up to the limit."""
-        assert self._server is not None, "stop before start"
+        """Turns health to NOT_SERVING, refuses new rpcs, waits for open ones up to the limit.
+
+        Harmless before the start and after a stop.
+        """
+        server, self._server = self._server, None
+        if server is None:
+            return
         await self._health.enter_graceful_shutdown()
         timeout_s = self._config.server.drain_timeout_s
         log.info("draining for at most %.0f s", timeout_s)
-        await self._server.stop(timeout_s)
+        await server.stop(timeout_s)
         await self.service.ended()
         await self._upkeep.stop()
         loop = asyncio.get_running_loop()
