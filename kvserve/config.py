@@ -10,9 +10,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from kvserve.errors import InvalidRequest
+from kvserve.model import check_tenant
 
 
 class _Section(BaseModel):
@@ -38,6 +47,11 @@ class ServerConfig(_Section):
 
     drain_timeout_s: float = Field(
         30.0, ge=0, le=3600, description="How long SIGTERM waits for open transfers, seconds."
+    )
+    metrics_listen: str = Field(
+        "",
+        pattern=r"^(|.+:\d{1,5})$",
+        description="HOST:PORT of the Prometheus metrics (http://HOST:PORT/metrics); empty: none.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Least severe message that is logged."
@@ -66,13 +80,83 @@ class StoreConfig(_Section):
         3600.0, ge=1, le=86400, description="Pause between two rounds of removing such files."
     )
     known_chunks_max: int = Field(
-        1 << 20, ge=0, le=1 << 28, description="Chunks remembered as present, about 120 bytes each."
+        1 << 20, ge=0, le=1 << 28, description="Chunks remembered as present (or as absent)."
     )
     known_ttl_s: float = Field(
         5.0,
         ge=0,
         le=3600,
         description="How long a lookup trusts that a chunk seen on the tree is still there.",
+    )
+    known_absent_ttl_s: float = Field(
+        0.0,
+        ge=0,
+        le=60,
+        description="The same for a missed one; 0: what any server has stored is found at once.",
+    )
+    quarantine_size_bytes_max: ByteSize = Field(
+        ByteSize(1 << 30), description="Damaged files kept as evidence, all together, bytes."
+    )
+
+
+class CapacityConfig(_Section):
+    """[capacity]"""
+
+    size_bytes_max: ByteSize = Field(
+        ByteSize(0),
+        description="Chunk files on the tree, by all servers together, bytes; 0: no cap.",
+    )
+    files_max: int = Field(0, ge=0, description="The same in files; 0: no cap.")
+    tenant_size_bytes_max: ByteSize = Field(
+        ByteSize(0),
+        description="Each tenant's chunk files, bytes; [tenants.NAME] may differ.",
+    )
+    tenant_files_max: int = Field(0, ge=0, description="The same in files; 0: no cap.")
+    high_watermark: float = Field(
+        0.95, gt=0, le=1, description="Part of a cap above which eviction starts."
+    )
+    low_watermark: float = Field(0.9, gt=0, le=1, description="Part of a cap at which it stops.")
+    ttl_s: float = Field(
+        0.0, ge=0, description="A chunk that nobody has used for so long is evicted; 0: never."
+    )
+    touch_interval_s: float = Field(
+        60.0,
+        ge=1,
+        le=86400,
+        description="A chunk's time of last use is written to its file at most this often.",
+    )
+    exchange_interval_s: float = Field(
+        1.0,
+        ge=0.05,
+        le=60,
+        description="How often servers of one tree tell each other their usage.",
+    )
+    lease_ttl_s_max: float = Field(
+        600.0, gt=0, le=86400, description="The longest lease that a lookup may ask for."
+    )
+    leased_chunks_max: int = Field(
+        1 << 18, ge=1, le=1 << 24, description="Chunks leased at once; more are refused, retryable."
+    )
+
+    @model_validator(mode="after")
+    def _watermarks(self) -> "CapacityConfig":
+        if self.low_watermark > self.high_watermark:
+            raise ValueError("low_watermark must not be above high_watermark")
+        return self
+
+
+class TenantConfig(_Section):
+    """[tenants.NAME]: what differs for one tenant."""
+
+    size_bytes_floor: ByteSize = Field(
+        ByteSize(0), description="Bytes that eviction for other tenants never takes."
+    )
+    size_bytes_max: ByteSize = Field(
+        ByteSize(0),
+        description="The tenant's chunk files, bytes; 0: as capacity.tenant_size_bytes_max says.",
+    )
+    files_max: int = Field(
+        0, ge=0, description="The same in files; 0: as capacity.tenant_files_max says."
     )
 
 
@@ -105,7 +189,29 @@ class Config(_Section):
 
     server: ServerConfig = ServerConfig()
     store: StoreConfig = StoreConfig()
+    capacity: CapacityConfig = CapacityConfig()
+    tenants: dict[str, TenantConfig] = Field(
+        {}, description="By name of the tenant, in a table [tenants.NAME]."
+    )
     limits: LimitsConfig = LimitsConfig()
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> "Config":
+        if self.limits.frame_size_bytes + (64 << 10) > self.limits.message_size_bytes_max:
+            raise ValueError(
+                "limits.frame_size_bytes must be at least 64 KiB below "
+                "limits.message_size_bytes_max"
+            )
+        cap = self.capacity.size_bytes_max
+        floors = sum(tenant.size_bytes_floor for tenant in self.tenants.values())
+        if cap and floors > cap * self.capacity.low_watermark:
+            raise ValueError(
+                f"the tenants' size_bytes_floor add up to {floors} bytes, more than "
+                f"capacity.low_watermark of capacity.size_bytes_max ({cap})"
+            )
+        for name in self.tenants:
+            check_tenant(name)
+        return self
 
 
 def load_config(path: Path | None, overrides: Mapping[str, Mapping[str, Any]]) -> Config:
@@ -136,11 +242,6 @@ def load_config(path: Path | None, overrides: Mapping[str, Mapping[str, Any]]) -
             for item in error.errors()
         ]
         raise InvalidRequest(f"invalid settings in {source}:\n" + "\n".join(lines)) from error
-    if config.limits.frame_size_bytes + (64 << 10) > config.limits.message_size_bytes_max:
-        raise InvalidRequest(
-            f"invalid settings in {source}:\n  limits.frame_size_bytes must be at least 64 KiB "
-            "below limits.message_size_bytes_max"
-        )
     return config
 
 
@@ -156,14 +257,25 @@ def render_toml(config: Config, *, with_comments: bool) -> str:
     """The settings as a TOML file; with comments, the documented example."""
     lines: list[str] = []
     for section_name in type(config).model_fields:
-        section: BaseModel = getattr(config, section_name)
-        lines.append(f"[{section_name}]")
-        for key, field in type(section).model_fields.items():
-            if with_comments:
-                lines.append(f"# {field.description}")
-            value = getattr(section, key)
-            # JSON's strings are TOML's basic strings.
-            text = json.dumps(value) if isinstance(value, str) else str(value)
-            lines.append(f"{key} = {text}")
-        lines.append("")
+        section = getattr(config, section_name)
+        if isinstance(section, BaseModel):
+            lines += _render_section(section_name, section, with_comments=with_comments)
+            continue
+        for name, tenant in section.items():
+            lines += _render_section(f"tenants.{json.dumps(name)}", tenant, with_comments=False)
+        if with_comments and not section:
+            example = _render_section("tenants.NAME", TenantConfig(), with_comments=True)
+            lines += [f"# {line}".rstrip() for line in example[:-1]] + [""]
     return "\n".join(lines)
+
+
+def _render_section(name: str, section: BaseModel, *, with_comments: bool) -> list[str]:
+    lines = [f"[{name}]"]
+    for key, field in type(section).model_fields.items():
+        if with_comments:
+            lines.append(f"# {field.description}")
+        value = getattr(section, key)
+        # JSON's strings are TOML's basic strings.
+        text = json.dumps(value) if isinstance(value, str) else str(value)
+        lines.append(f"{key} = {text}")
+    return [*lines, ""]

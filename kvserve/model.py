@@ -50,6 +50,8 @@ class ChunkStatus(IntEnum):
     MISS_IDENTITY = 3
     MISS_CORRUPT = 4
     MISS_ERROR = 5
+    MISS_EVICTED = 6
+    MISS_EXPIRED = 7
     NEEDED = 16
     STORED = 17
     KNOWN = 18
@@ -57,6 +59,8 @@ class ChunkStatus(IntEnum):
     NO_SPACE = 20
     STORE_ERROR = 21
     DELETED = 32
+    PINNED = 33
+    UNPINNED = 34
 
     @property
     def is_stored(self) -> bool:
@@ -360,6 +364,13 @@ def check_tenant(tenant: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", tenant):
         raise InvalidRequest(
             f"tenant {tenant[:80]!r} must be 1 to 64 of A-Z a-z 0-9 . _ - and not start with '.'"
+        )
+
+
+def check_lease_owner(owner: str) -> None:
+    if not 1 <= len(owner) <= 128 or not owner.isprintable():
+        raise InvalidRequest(
+            f"lease_owner {owner[:80]!r} must be 1 to 128 printable characters, as a request id"
         )
 
 

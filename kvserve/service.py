@@ -5,15 +5,17 @@ descriptor costs tasks by the batch, never by the chunk.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from kvserve.config import LimitsConfig
-from kvserve.errors import Overloaded, StorageError
-from kvserve.model import ChunkStatus, Descriptor, Verdict, check_layers
-from kvserve.store.chunk_store import ChunkLocations, ChunkStore
+from kvserve.errors import InvalidRequest, Overloaded, StorageError
+from kvserve.metrics import Metrics
+from kvserve.model import ChunkStatus, Descriptor, Verdict, check_layers, check_lease_owner
+from kvserve.store.chunk_store import ChunkLocations
 from kvserve.store.open_chunks import OpenChunk
 from kvserve.store.publish import ChunkWriter
 from kvserve.transfer.batches import in_batches
@@ -22,17 +24,38 @@ from kvserve.transfer.planes.base import FetchPlane, StorePlane
 from kvserve.transfer.store_pump import StorePump
 from kvserve.transfer.store_session import StoreSession
 from kvserve.transfer.turns import Turns
+from kvserve.tree import Tree
 
 _T = TypeVar("_T")
+
+_REFUSED = Verdict(
+    ChunkStatus.NO_SPACE,
+    "the limit of the tree or of the tenant is reached (settings [capacity]); retry when eviction "
+    "has made room",
+)
 
 
 class Service:
     """One per server; all methods run on its event loop."""
 
-    def __init__(self, store: ChunkStore, threads: Executor, limits: LimitsConfig) -> None:
-        self._store = store
+    def __init__(
+        self,
+        tree: Tree,
+        threads: Executor,
+        limits: LimitsConfig,
+        metrics: Metrics,
+        *,
+        lease_ttl_s_max: float,
+        store_refused: Callable[[], None],
+    ) -> None:
+        """`store_refused` is called when chunks were not let in for want of room."""
+        self._tree = tree
+        self._store = tree.store
         self._threads = threads
         self._limits = limits
+        self._metrics = metrics
+        self._lease_ttl_s_max = lease_ttl_s_max
+        self._store_refused = store_refused
         self._transfers = 0
         self._lookups = 0
         self._idle = asyncio.Event()
@@ -49,22 +72,50 @@ class Service:
     async def lookup(self, descriptor: Descriptor) -> list[Verdict]:
         """Which chunks are stored: one system call for each not seen lately, in batches."""
         with self._looking_up():
-            return await self._lookup(descriptor)
-
-    async def _lookup(self, descriptor: Descriptor) -> list[Verdict]:
-        where = self._store.locate(descriptor)
-        hit = Verdict(ChunkStatus.HIT)
-        known = self._store.known(where)
-        verdicts = [hit] * descriptor.chunk_count
-        if not all(known):
-            unknown = [index for index, is_known in enumerate(known) if not is_known]
+            where = self._store.locate(descriptor)
+            known = self._store.known(where)
+            unknown = [index for index, verdict in enumerate(known) if verdict is None]
             found = await in_batches(
                 self._threads, lambda index: self._store.status_blocking(where, index), unknown
             )
             for index, verdict in zip(unknown, found, strict=True):
-                verdicts[index] = verdict
-        await self._explain(descriptor, verdicts)
-        return verdicts
+                known[index] = verdict
+            verdicts = [verdict for verdict in known if verdict is not None]
+            await self._explain(descriptor, verdicts)
+            self._metrics.answered("lookup", verdicts)
+            return verdicts
+
+    async def lease(
+        self, descriptor: Descriptor, request: str, ttl_s: float
+    ) -> tuple[list[Verdict], int]:
+        """A lookup whose hits are not evicted until `release` or for `ttl_s`; and their number."""
+        self._check_lease(request, ttl_s)
+        owner = (descriptor.tenant, request)
+        exchange = self._tree.exchange
+        with self._looking_up():
+            where = self._store.locate(descriptor)
+            await self._run(exchange.grant_blocking, owner, where.shard, where.known_keys, ttl_s)
+            hits: list[int] = []
+            try:
+                verdicts = await in_batches(
+                    self._threads,
+                    lambda index: self._store.leased_status_blocking(where, index),
+                    range(descriptor.chunk_count),
+                )
+                hits = [
+                    key
+                    for key, verdict in zip(where.known_keys, verdicts, strict=True)
+                    if verdict.status is ChunkStatus.HIT
+                ]
+            finally:
+                exchange.keep(owner, where.shard, hits, ttl_s)
+            await self._explain(descriptor, verdicts)
+            self._metrics.answered("lookup", verdicts)
+            return verdicts, len(hits)
+
+    def release(self, tenant: str, request: str) -> int:
+        """How many leased chunks were given free."""
+        return self._tree.exchange.release((tenant, request))
 
     async def delete(self, descriptor: Descriptor) -> list[ChunkStatus]:
         where = self._store.locate(descriptor)
@@ -74,6 +125,21 @@ class Service:
                 lambda index: self._store.delete_blocking(where, index),
                 range(descriptor.chunk_count),
             )
+
+    async def pin(self, descriptor: Descriptor, *, is_pinned: bool) -> list[ChunkStatus]:
+        """Bars the chunks from eviction and expiry, or no longer."""
+        where = self._store.locate(descriptor)
+        with self._looking_up():
+            await self._run(self._tree.exchange.read_departures_blocking)
+            statuses = await in_batches(
+                self._threads,
+                lambda index: self._store.pin_blocking(where, index, is_pinned=is_pinned),
+                range(descriptor.chunk_count),
+            )
+            if is_pinned:  # again: what was picked before the mark was made is named by now
+                await self._run(self._tree.exchange.read_departures_blocking)
+                statuses = self._store.without_leaving(where, statuses)
+            return statuses
 
     async def fetch(self, descriptor: Descriptor, layers: Sequence[int], plane: FetchPlane) -> None:
         """Sends `layers` in order over `plane`; empty means all, in the descriptor's order."""
@@ -87,18 +153,25 @@ class Service:
                     for found in opened
                 ]
                 await self._explain(descriptor, verdicts)
+                self._metrics.answered("fetch", verdicts)
+                chunks = [found if isinstance(found, OpenChunk) else None for found in opened]
+                self._tree.recency.fetched(chunks, time.time())
                 await plane.head(verdicts)
                 pump = FetchPump(
                     self._store,
                     self._threads,
                     plane,
                     layout=descriptor.layout,
-                    chunks=[found if isinstance(found, OpenChunk) else None for found in opened],
+                    chunks=chunks,
                     frame_size_bytes=self._limits.frame_size_bytes,
                     frames_in_flight=self._limits.frames_in_flight,
                     turns=self._turns,
                 )
-                await pump.run(layers or descriptor.layer_order)
+                try:
+                    await pump.run(layers or descriptor.layer_order)
+                finally:
+                    # Hits in the head that turned out to be misses.
+                    self._metrics.answered("fetch", list(pump.faults.values()))
             finally:
                 for found in opened:
                     if isinstance(found, OpenChunk):
@@ -113,16 +186,27 @@ class Service:
                 lambda index: self._store.status_blocking(where, index),
                 range(descriptor.chunk_count),
             )
-            is_known = [verdict.status is ChunkStatus.HIT for verdict in present]
-            needed = [index for index, known in enumerate(is_known) if not known]
-            if needed:
-                await self._run(self._store.ensure_namespace_blocking, descriptor.key(0))
+            missing = [index for index, it in enumerate(present) if not it.status.is_stored]
+            size_bytes = where.geometry.file_size_bytes
+            ledger = self._store.ledger
+            # The head of the prefix first: the tail is of no use without it.
+            needed = missing[: ledger.reserve(descriptor.tenant, size_bytes, len(missing))]
+            refused = missing[len(needed) :]
+            if refused:
+                self._store_refused()
             writers = {index: self._store.writer(where, index) for index in needed}
             try:
+                if needed:
+                    await self._run(self._store.ensure_namespace_blocking, descriptor.key(0))
                 # Their files are made by the first write: the client need not wait for that.
-                await plane.needs(
-                    [ChunkStatus.KNOWN if known else ChunkStatus.NEEDED for known in is_known]
-                )
+                statuses = [ChunkStatus.KNOWN] * descriptor.chunk_count
+                for status, indexes in (
+                    (ChunkStatus.NEEDED, needed),
+                    (ChunkStatus.NO_SPACE, refused),
+                ):
+                    for index in indexes:
+                        statuses[index] = status
+                await plane.needs(statuses)
                 pump = StorePump(
                     StoreSession(
                         descriptor.layout,
@@ -143,10 +227,19 @@ class Service:
             finally:
                 left = [index for index in needed if writers[index].is_open]
                 await in_batches(self._threads, lambda index: _abandon(writers[index]), left)
+                ledger.unreserve(descriptor.tenant, size_bytes, len(needed))
+            verdicts = dict.fromkeys(refused, _REFUSED) | pump.verdicts
+            self._note_stored(where, verdicts)
             known = Verdict(ChunkStatus.KNOWN)
-            await plane.result(
-                [pump.verdicts.get(index, known) for index in range(descriptor.chunk_count)]
-            )
+            ended = [verdicts.get(index, known) for index in range(descriptor.chunk_count)]
+            self._metrics.answered("store", ended)
+            await plane.result(ended)
+
+    def _note_stored(self, where: ChunkLocations, verdicts: Mapping[int, Verdict]) -> None:
+        now = time.time()
+        for index, verdict in verdicts.items():
+            if verdict.status is ChunkStatus.STORED:
+                self._tree.recency.stored(where.path(index), index, now)
 
     async def _open(self, where: ChunkLocations) -> list[OpenChunk | Verdict]:
         cache = self._store.open_chunks
@@ -178,6 +271,14 @@ class Service:
                 else verdict
                 for index, verdict in enumerate(verdicts)
             ]
+
+    def _check_lease(self, request: str, ttl_s: float) -> None:
+        check_lease_owner(request)
+        if not 0 < ttl_s <= self._lease_ttl_s_max:  # also refuses a NaN
+            raise InvalidRequest(
+                f"lease_ttl_s must be over 0 and at most {self._lease_ttl_s_max} "
+                f"(capacity.lease_ttl_s_max), got {ttl_s}"
+            )
 
     @contextmanager
     def _admitted(self) -> Iterator[None]:

@@ -1,21 +1,28 @@
-"""What a server does in the background for the tree: shows that it lives, sweeps after the dead,
-closes files that nobody reads any more.
+"""What a server does in the background for the tree: shows that it lives, tells the others what it
+knows, counts and sweeps, evicts, stamps what was used, closes files that nobody reads any more.
 
 All run on a thread of their own, a step at a time. An error of the file system is logged and tried
 again in the next round; it never ends the server, and requests never wait for any of this.
+
+Of the servers of a tree one is its steward: the living one with the first tag. It alone counts and
+evicts, for all; when it dies, the next one takes over once its claim has expired. Should two take
+themselves for the steward for a moment, more is evicted than need be, and nothing else happens.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from kvserve.errors import KvserveError
-from kvserve.fs import FileSystem
-from kvserve.store.open_chunks import OpenChunks
-from kvserve.store.owners import Owner
+from kvserve.metrics import Metrics
+from kvserve.policy.quota import Pressure
+from kvserve.store.evict import EvictionResult
 from kvserve.store.sweep import sweep_blocking
+from kvserve.store.tree_count import TreeCount
+from kvserve.tree import Tree
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +31,10 @@ _T = TypeVar("_T")
 # Between two directories of a sweep: 4,096 take some 20 s, and a metadata server hardly notices.
 _SWEEP_PAUSE_S = 0.005
 _IDLE_FILES_S = 60.0
+_STAMP_INTERVAL_S = 5.0
+_IN_VAIN_S = 5.0
+_STEP_S = 0.02
+"""Eviction looks at directories for so long in one go."""
 
 
 class Upkeep:
@@ -31,42 +42,64 @@ class Upkeep:
 
     def __init__(
         self,
-        fs: FileSystem,
-        root: str,
-        owner: Owner,
-        open_chunks: OpenChunks,
+        tree: Tree,
+        metrics: Metrics,
         *,
         sweep_interval_s: float,
+        exchange_interval_s: float,
+        ttl_s: float,
     ) -> None:
-        self._open_chunks = open_chunks
-        self._fs = fs
-        self._root = root
-        self._owner = owner
+        self._tree = tree
+        self._metrics = metrics
         # Its own thread: the claim must be shown in time however busy the others are.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="upkeep")
-        self._sweep_interval_s = sweep_interval_s
+        # A chunk goes at most a quarter of its ttl late.
+        self._sweep_interval_s = min(sweep_interval_s, max(1.0, ttl_s / 4) or sweep_interval_s)
+        self._exchange_interval_s = exchange_interval_s
+        self._ttl_s = ttl_s
+        self._wanted = asyncio.Event()
+        self._in_vain_until = 0.0
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
+        tree = self._tree
+        rounds: list[tuple[float, Callable[[], Awaitable[None]], bool]] = [
+            (tree.owner.lease_s / 3, self._beat, True),
+            (self._exchange_interval_s, self._exchange, True),
+            (self._sweep_interval_s, self._sweep, False),
+            (0.0, self._relieve, False),
+            (_STAMP_INTERVAL_S, self._stamp, True),
+            (_IDLE_FILES_S / 2, self._close_idle, True),
+        ]
         loop = asyncio.get_running_loop()
         self._tasks = [
-            loop.create_task(self._every(self._owner.lease_s / 3, self._beat, first_after=True)),
-            loop.create_task(self._every(self._sweep_interval_s, self._sweep, first_after=False)),
-            loop.create_task(self._every(_IDLE_FILES_S / 2, self._close_idle, first_after=True)),
+            loop.create_task(self._every(interval_s, step, first_after=first_after))
+            for interval_s, step, first_after in rounds
         ]
 
+    def relieve_soon(self) -> None:
+        """A store was refused for want of room: look for pressure now."""
+        self._wanted.set()
+
     async def stop(self) -> None:
-        """Ends both and gives the server's claim up."""
+        """Ends all, tells the others the last of it and gives the server's claim up."""
         for task in self._tasks:
             task.cancel()
         for task in self._tasks:
             await asyncio.wait([task])
             if not task.cancelled() and (defect := task.exception()) is not None:
                 log.error("upkeep had ended: %r", defect)
-        try:
-            await self._run(self._owner.release_blocking)
-        except KvserveError as error:
-            log.warning("the server's claim stays until it expires: %s", error)
+        tree = self._tree
+        for last in (
+            self._stamp_all_blocking,
+            self._exchange_blocking,
+            tree.exchange.close_blocking,
+            tree.owner.release_blocking,
+        ):
+            try:
+                await self._run(last)
+            except KvserveError as error:
+                log.warning("at the end: %s", error)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
 
     async def _every(
@@ -78,23 +111,108 @@ class Upkeep:
             try:
                 await step()
             except KvserveError as error:
-                log.warning("upkeep: %s; next try in %.0f s", error, interval_s)
+                log.warning("upkeep: %s; next try in %.0f s", error, max(1.0, interval_s))
+                await asyncio.sleep(max(0.0, 1.0 - interval_s))
             await asyncio.sleep(interval_s)
 
     async def _beat(self) -> None:
-        await self._run(self._owner.beat_blocking)
+        await self._run(self._tree.owner.beat_blocking)
 
     async def _close_idle(self) -> None:
-        await self._run(self._open_chunks.close_idle_blocking, _IDLE_FILES_S)
+        await self._run(self._tree.store.open_chunks.close_idle_blocking, _IDLE_FILES_S)
+
+    async def _exchange(self) -> None:
+        await self._run(self._exchange_blocking)
+
+    def _exchange_blocking(self) -> None:
+        tree = self._tree
+        tree.ledger.set_base(tree.usage_files.base_for(tree.ledger.own_changes()))
+        tree.exchange.tell_blocking()
+        tree.exchange.read_departures_blocking()
+
+    async def _stamp(self) -> None:
+        while await self._run(self._tree.recency.flush_blocking):
+            pass
+
+    def _stamp_all_blocking(self) -> None:
+        while self._tree.recency.flush_blocking():
+            pass
 
     async def _sweep(self) -> None:
-        steps = sweep_blocking(self._fs, self._root, self._owner)
+        tree = self._tree
+        is_steward = await self._run(tree.owner.is_first_blocking)
+        fs, root = tree.store.fs, tree.store.root
+        count = TreeCount(fs, root, tree.ledger) if is_steward else None
+        expired = EvictionResult()
+        steps = sweep_blocking(fs, root, tree.owner, count)
         result = None
         while (found := await self._run(next, steps, None)) is not None:
             result = found
+            if is_steward and self._ttl_s:
+                await self._run(tree.evictor.expire_blocking, found.directory, self._ttl_s, expired)
             await asyncio.sleep(_SWEEP_PAUSE_S)
+        if count is not None:
+            await self._run(self._end_count_blocking, count)
         if result is not None and (result.removed or result.failed):
             log.info("swept after dead servers: %s", result)
+        self._note(expired, f"not used for {self._ttl_s:.0f} s")
+
+    def _end_count_blocking(self, count: TreeCount) -> None:
+        tree = self._tree
+        counted, own = count.finish()
+        tags = tree.usage_files.tags()
+        tree.usage_files.write_base(counted, own)
+        tree.usage_files.forget({tag for tag in tags if not tree.owner.lives_blocking(tag)})
+        tree.exchange.forget_dead_blocking(tree.owner.lives_blocking, time.time())
+
+    async def _relieve(self) -> None:
+        """Waits for a wish or the next look; evicts while there is pressure."""
+        try:
+            async with asyncio.timeout(self._exchange_interval_s):
+                await self._wanted.wait()
+        except TimeoutError:
+            pass
+        self._wanted.clear()
+        pressures = self._tree.ledger.pressures()
+        if not pressures or time.monotonic() < self._in_vain_until:
+            return
+        if await self._run(self._tree.owner.is_first_blocking):
+            for pressure in pressures:
+                await self._relieve_one(pressure)
+
+    async def _relieve_one(self, pressure: Pressure) -> None:
+        result = EvictionResult()
+        steps = self._tree.evictor.relieve_blocking(pressure)
+        try:
+            while (found := await self._run(_advance, steps)) is not None:
+                result = found
+        finally:
+            self._note(result, f"{pressure.tenant or 'the tree'} was above its high watermark")
+        if not result.evicted:
+            self._in_vain_until = time.monotonic() + _IN_VAIN_S
+            log.warning(
+                "%s is above its high watermark and nothing can be evicted: its chunks are leased, "
+                "pinned, in use or cannot be deleted; next try in %.0f s",
+                pressure.tenant or "the tree",
+                _IN_VAIN_S,
+            )
+
+    def _note(self, result: EvictionResult, why: str) -> None:
+        self._metrics.evicted(result.evicted, result.failed)
+        if result.evicted or result.failed:
+            log.info("evicted %s: %s", why, result)
 
     async def _run(self, call: Callable[..., _T], *args: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
+
+
+def _advance(steps: Iterator[EvictionResult]) -> EvictionResult | None:
+    """As many steps as fit into a moment; None at the end."""
+    until = time.monotonic() + _STEP_S
+    found = next(steps, None)
+    while found is not None and time.monotonic() < until:
+        following = next(steps, None)
+        if following is None:
+            break
+        found = following
+    return found

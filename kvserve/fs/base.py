@@ -10,7 +10,18 @@ Contract for every implementation (and for every test double):
   (out of file descriptors), whose message has the verb, the path and the errno's name.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class FileStat:
+    """What one `stat` tells. `modified_at`: seconds, by the file system's clock or as `touch` set
+    it; `is_marked`: see `mark`."""
+
+    size_bytes: int
+    modified_at: float
+    is_marked: bool
 
 
 class FileSystem(Protocol):
@@ -51,14 +62,21 @@ class FileSystem(Protocol):
     def sync_dir(self, path: str) -> None:
         """The names in a directory survive power loss once this returns."""
 
-    def size(self, path: str) -> int | None:
-        """Size in bytes, or None if there is no such file. One system call."""
+    def stat(self, path: str) -> FileStat | None:
+        """None if there is no such file. One system call."""
+
+    def stat_open(self, fd: int) -> FileStat:
+        """The same of an open file."""
+
+    def touch(self, path: str, at: float) -> bool:
+        """Sets when the file was last modified; False if there is no such file."""
+
+    def mark(self, path: str, *, is_marked: bool) -> bool:
+        """Sets or clears a mark that is kept with the file (the owner's x bit of its mode); False
+        if there is no such file."""
 
     def is_same(self, fd: int, path: str) -> bool:
         """Whether `path` names the file that is open as `fd`."""
-
-    def modified_at(self, path: str) -> float | None:
-        """When the file was last written, by the file system's clock, seconds; None if missing."""
 
     def rename(self, source: str, target: str) -> None:
         """Atomically gives `source` the name `target`, replacing what had it."""

@@ -3,10 +3,14 @@
 import ctypes
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvserve.errors import Overloaded, StorageFull, StorageUnavailable
+from kvserve.fs.base import FileStat
+
+_MODE = 0o640
 
 # More than a chunk has parents.
 _MKDIR_TRIES = 64
@@ -60,7 +64,7 @@ class PosixFileSystem:
     def create(self, path: str) -> int | None:
         with _translated("create", path):
             try:
-                return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
+                return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
             except FileNotFoundError:
                 return None
             except FileExistsError:
@@ -124,12 +128,32 @@ class PosixFileSystem:
             finally:
                 os.close(fd)
 
-    def size(self, path: str) -> int | None:
+    def stat(self, path: str) -> FileStat | None:
         with _translated("stat", path):
             try:
-                return os.stat(path).st_size
+                return _file_stat(os.stat(path))
             except (FileNotFoundError, NotADirectoryError):
                 return None
+
+    def stat_open(self, fd: int) -> FileStat:
+        with _translated("stat", fd):
+            return _file_stat(os.fstat(fd))
+
+    def touch(self, path: str, at: float) -> bool:
+        with _translated("touch", path):
+            try:
+                os.utime(path, (at, at))
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+            return True
+
+    def mark(self, path: str, *, is_marked: bool) -> bool:
+        with _translated("chmod", path):
+            try:
+                os.chmod(path, _MODE | stat.S_IXUSR if is_marked else _MODE)
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+            return True
 
     def is_same(self, fd: int, path: str) -> bool:
         with _translated("stat", path):
@@ -137,13 +161,6 @@ class PosixFileSystem:
                 return os.path.samestat(os.fstat(fd), os.stat(path))
             except (FileNotFoundError, NotADirectoryError):
                 return False
-
-    def modified_at(self, path: str) -> float | None:
-        with _translated("stat", path):
-            try:
-                return os.stat(path).st_mtime
-            except (FileNotFoundError, NotADirectoryError):
-                return None
 
     def rename(self, source: str, target: str) -> None:
         with _translated("rename", source):
@@ -194,6 +211,10 @@ class PosixFileSystem:
                 return _fd_kind(fd)
             finally:
                 os.close(fd)
+
+
+def _file_stat(found: os.stat_result) -> FileStat:
+    return FileStat(found.st_size, found.st_mtime, bool(found.st_mode & stat.S_IXUSR))
 
 
 def _fd_kind(fd: int) -> str:

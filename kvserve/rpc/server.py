@@ -7,14 +7,9 @@ check the root -> bind -> SERVING -> (SIGTERM) NOT_SERVING -> wait for transfers
 
 import asyncio
 import logging
-import os
-import resource
 import signal
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from random import Random
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -22,23 +17,17 @@ from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_health.v1.health import aio as aio_health
 from grpc_reflection.v1alpha import reflection
 
-from kvserve.config import Config, StoreConfig
-from kvserve.errors import InvalidRequest, KvserveError
+from kvserve.config import Config
+from kvserve.errors import InvalidRequest
 from kvserve.format.messages import SERVICE
 from kvserve.frame_memory import keep_frame_memory
-from kvserve.fs import PosixFileSystem
+from kvserve.metrics import Metrics
 from kvserve.rpc.servicer import Servicer
 from kvserve.service import Service
-from kvserve.store.chunk_store import ChunkStore
-from kvserve.store.known import KnownChunks
-from kvserve.store.owners import Owner
-from kvserve.store.paths import TempNames
+from kvserve.tree import open_tree_blocking
 from kvserve.upkeep import Upkeep
 
 log = logging.getLogger(__name__)
-
-# What the process needs beside chunk files: sockets, the loop's own, libraries.
-_OTHER_FILES = 512
 
 
 def channel_options(message_size_bytes_max: int) -> list[tuple[str, int]]:
@@ -66,6 +55,7 @@ class Server:
     def __init__(self, config: Config) -> None:
         self._config = config
         self.address = config.server.listen
+        self.metrics_address = ""
         self._health = aio_health.HealthServicer()
         keep_frame_memory()
         self._threads = ThreadPoolExecutor(config.store.io_threads, thread_name_prefix="fs")
@@ -80,11 +70,34 @@ class Server:
         """
         config = self._config
         loop = asyncio.get_running_loop()
-        tree = await loop.run_in_executor(self._threads, _open_tree_blocking, config.store)
-        self.service = Service(tree.store, self._threads, config.limits)
+        tree = await loop.run_in_executor(self._threads, open_tree_blocking, config)
+        file_system = await loop.run_in_executor(self._threads, tree.store.fs.kind, tree.store.root)
+        self._metrics = Metrics(tree)
+        self._upkeep = Upkeep(
+            tree,
+            self._metrics,
+            sweep_interval_s=config.store.sweep_interval_s,
+            exchange_interval_s=config.capacity.exchange_interval_s,
+            ttl_s=config.capacity.ttl_s,
+        )
+        self.service = Service(
+            tree,
+            self._threads,
+            config.limits,
+            self._metrics,
+            lease_ttl_s_max=config.capacity.lease_ttl_s_max,
+            store_refused=self._upkeep.relieve_soon,
+        )
         server = grpc.aio.server(options=channel_options(config.limits.message_size_bytes_max))
         server.add_generic_rpc_handlers(
-            (Servicer(self.service, config.limits, tree.file_system).handlers(),)
+            (
+                Servicer(
+                    self.service,
+                    config.limits,
+                    file_system,
+                    lease_ttl_s_max=config.capacity.lease_ttl_s_max,
+                ).handlers(),
+            )
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(
@@ -95,21 +108,22 @@ class Server:
         except RuntimeError as error:
             await loop.run_in_executor(self._threads, tree.owner.release_blocking)
             raise InvalidRequest(f"cannot listen on {self.address}: {error}") from error
+        if config.server.metrics_listen:
+            try:
+                self.metrics_address = await loop.run_in_executor(
+                    self._threads, self._metrics.listen_blocking, config.server.metrics_listen
+                )
+            except InvalidRequest:
+                await loop.run_in_executor(self._threads, tree.owner.release_blocking)
+                raise
         if not self.address.startswith("unix:"):
             self.address = f"{self.address.rpartition(':')[0]}:{port}"
         await server.start()
         self._server, self._tree = server, tree
-        self._upkeep = Upkeep(
-            tree.store.fs,
-            tree.store.root,
-            tree.owner,
-            tree.store.open_chunks,
-            sweep_interval_s=config.store.sweep_interval_s,
-        )
         self._upkeep.start()
         for name in ("", SERVICE):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        log.debug("serving %s (%s) on %s", tree.store.root, tree.file_system, self.address)
+        log.debug("serving %s (%s) on %s", tree.store.root, file_system, self.address)
 
     async def stop(self) -> None:
         """Turns health to NOT_SERVING, refuses new rpcs, waits for open ones up to the limit.
@@ -125,6 +139,7 @@ class Server:
         await server.stop(timeout_s)
         await self.service.ended()
         await self._upkeep.stop()
+        await asyncio.get_running_loop().run_in_executor(None, self._metrics.close_blocking)
         loop = asyncio.get_running_loop()
         close_idle_blocking = self._tree.store.open_chunks.close_idle_blocking
         await loop.run_in_executor(self._threads, close_idle_blocking)
@@ -143,57 +158,3 @@ async def serve(config: Config, *, started: Callable[[Server], None]) -> None:
     started(server)
     await stopping.wait()
     await server.stop()
-
-
-@dataclass(frozen=True, slots=True)
-class _Tree:
-    """The open root."""
-
-    store: ChunkStore
-    owner: Owner
-    file_system: str
-
-
-def _open_tree_blocking(config: StoreConfig) -> _Tree:
-    """The store on a root that was just written to, and this server's claim on it."""
-    if not config.root:
-        raise InvalidRequest("store.root is not set: pass --root DIR or set it in the config")
-    fs = PosixFileSystem()
-    root = os.path.abspath(config.root)
-    # Names need not be secret, only different: seeded from the system once.
-    random = Random(os.urandom(16))
-    owner = Owner(fs, root, random, lease_s=config.owner_lease_s)
-    try:
-        owner.claim_blocking()
-        store = ChunkStore(
-            fs,
-            root,
-            open_files_max=_raise_file_limit(config.open_files_max),
-            survives_power_loss=config.durability == "power",
-            names=TempNames(owner.tag, random),
-            known=KnownChunks(
-                chunks_max=config.known_chunks_max, ttl_s=config.known_ttl_s, clock=time.monotonic
-            ),
-        )
-        store.check_root_blocking()
-        return _Tree(store, owner, fs.kind(root))
-    except KvserveError as error:
-        raise InvalidRequest(
-            f"the root {root} cannot be used by uid {os.getuid()}: {error}"
-        ) from error
-
-
-def _raise_file_limit(open_files_max: int) -> int:
-    """Lifts the soft limit on descriptors as far as needed and allowed; returns what is usable."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = open_files_max + _OTHER_FILES
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
-    usable = open_files_max if soft == resource.RLIM_INFINITY else min(open_files_max, soft)
-    if usable + _OTHER_FILES > soft != resource.RLIM_INFINITY:
-        usable = max(16, soft - _OTHER_FILES)
-        log.warning("store.open_files_max is %d here: RLIMIT_NOFILE allows %d", usable, soft)
-    return usable

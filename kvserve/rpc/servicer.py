@@ -20,7 +20,14 @@ from kvserve.format.messages import (
     parse,
     verdicts_to_pb,
 )
-from kvserve.model import ChunkStatus, Descriptor, Verdict, leading_hits
+from kvserve.model import (
+    ChunkStatus,
+    Descriptor,
+    Verdict,
+    check_lease_owner,
+    check_tenant,
+    leading_hits,
+)
 from kvserve.rpc.status import with_status
 from kvserve.service import Service
 from kvserve.transfer.planes.grpc import GrpcFetchPlane
@@ -32,7 +39,10 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class Servicer:
     """One per server; `handlers` is what the gRPC server registers."""
 
-    def __init__(self, service: Service, limits: LimitsConfig, file_system: str) -> None:
+    def __init__(
+        self, service: Service, limits: LimitsConfig, file_system: str, *, lease_ttl_s_max: float
+    ) -> None:
+        self._lease_ttl_s_max = lease_ttl_s_max
         self._service = service
         self._limits = limits
         self._file_system = file_system
@@ -47,6 +57,9 @@ class Servicer:
                 "GetServerInfo": unary(with_status(self.get_server_info)),
                 "Lookup": unary(with_status(self.lookup)),
                 "Delete": unary(with_status(self.delete)),
+                "Release": unary(with_status(self.release)),
+                "Pin": unary(with_status(self.pin)),
+                "Unpin": unary(with_status(self.unpin)),
                 "Fetch": stream(with_status(self.fetch)),
                 "Store": grpc.stream_stream_rpc_method_handler(with_status(self.store)),
             },
@@ -63,6 +76,7 @@ class Servicer:
                 message_size_bytes_max=limits.message_size_bytes_max,
                 frame_size_bytes_max=limits.frame_size_bytes,
                 transfers_max=limits.transfers_max,
+                lease_ttl_s_max=self._lease_ttl_s_max,
             ),
             file_system=self._file_system,
             chunk_file_version=chunk_file.VERSION,
@@ -71,10 +85,20 @@ class Servicer:
 
     async def lookup(self, raw: bytes, context: _Context) -> bytes:
         request = parse(pb.LookupRequest, raw)
-        verdicts = await self._service.lookup(self._descriptor(request.descriptor))
+        descriptor = self._descriptor(request.descriptor)
+        leased = 0
+        if request.lease_owner or request.lease_ttl_s:
+            verdicts, leased = await self._service.lease(
+                descriptor, request.lease_owner, request.lease_ttl_s
+            )
+        else:
+            verdicts = await self._service.lookup(descriptor)
         chunk_statuses, details = verdicts_to_pb(verdicts)
         reply = pb.LookupReply(
-            prefix_chunks=leading_hits(verdicts), chunk_statuses=chunk_statuses, details=details
+            prefix_chunks=leading_hits(verdicts),
+            chunk_statuses=chunk_statuses,
+            details=details,
+            leased_chunks=leased,
         )
         return reply.SerializeToString()
 
@@ -82,6 +106,25 @@ class Servicer:
         request = parse(pb.DeleteRequest, raw)
         statuses = await self._service.delete(self._descriptor(request.descriptor))
         return pb.DeleteReply(chunk_statuses=bytes(statuses)).SerializeToString()
+
+    async def release(self, raw: bytes, context: _Context) -> bytes:
+        request = parse(pb.ReleaseRequest, raw)
+        check_tenant(request.tenant)
+        check_lease_owner(request.lease_owner)
+        released = self._service.release(request.tenant, request.lease_owner)
+        return pb.ReleaseReply(released_chunks=released).SerializeToString()
+
+    async def pin(self, raw: bytes, context: _Context) -> bytes:
+        return await self._pin(raw, is_pinned=True)
+
+    async def unpin(self, raw: bytes, context: _Context) -> bytes:
+        return await self._pin(raw, is_pinned=False)
+
+    async def _pin(self, raw: bytes, *, is_pinned: bool) -> bytes:
+        request = parse(pb.PinRequest, raw)
+        descriptor = self._descriptor(request.descriptor)
+        statuses = await self._service.pin(descriptor, is_pinned=is_pinned)
+        return pb.PinReply(chunk_statuses=bytes(statuses)).SerializeToString()
 
     async def fetch(self, raw: bytes, context: _Context) -> None:
         request = parse(pb.FetchRequest, raw)

@@ -6,41 +6,64 @@ miss and the next put heals it.
 """
 
 import contextlib
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from kvserve.errors import KvserveError, StorageError
 from kvserve.format.chunk_file import ChunkGeometry
 from kvserve.fs import FileSystem
 from kvserve.model import ChunkKey, ChunkStatus, Descriptor, Verdict
+from kvserve.store.departures import Departures
 from kvserve.store.known import KnownChunks, known_key
+from kvserve.store.ledger import Ledger
 from kvserve.store.namespaces import Namespaces
 from kvserve.store.open_chunks import OpenChunk, OpenChunks
-from kvserve.store.paths import QUARANTINE_DIR, TempNames, chunk_path, shard_dir
+from kvserve.store.paths import TempNames, chunk_path, shard_dir
 from kvserve.store.publish import ChunkWriter
+from kvserve.store.quarantine import Quarantine
 from kvserve.store.temp_file import create_temp_blocking
 
 
+@dataclass(frozen=True, slots=True)
+class StorePolicy:
+    """`ttl_s`: a chunk not used for so long is a miss; 0 for none."""
+
+    survives_power_loss: bool = False
+    ttl_s: float = 0.0
+
+
 class ChunkStore:
-    """Chunks on the tree under `root`."""
+    """Chunks on the tree under `root`. `clock`: wall time, as files are stamped with."""
 
     def __init__(
         self,
         fs: FileSystem,
         root: str,
         *,
-        open_files_max: int,
-        survives_power_loss: bool,
+        policy: StorePolicy,
+        open_chunks: OpenChunks,
         names: TempNames,
         known: KnownChunks,
+        ledger: Ledger,
+        departures: Departures,
+        quarantine: Quarantine,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.fs = fs
         self.root = root
         self._names = names
-        self._survives_power_loss = survives_power_loss
-        self._namespaces = Namespaces(fs, root, names, survives_power_loss=survives_power_loss)
+        self._policy = policy
+        self._namespaces = Namespaces(
+            fs, root, names, survives_power_loss=policy.survives_power_loss
+        )
         self._known = known
-        self.open_chunks = OpenChunks(fs, open_files_max)
+        self.ledger = ledger
+        self._departures = departures
+        self._quarantine = quarantine
+        self._clock = clock
+        self.open_chunks = open_chunks
 
     def __repr__(self) -> str:
         return f"<ChunkStore {self.root} {self.open_chunks!r}>"
@@ -72,28 +95,45 @@ class ChunkStore:
             raise
         self.fs.unlink(f"{probe}.renamed")
 
-    def known(self, where: "ChunkLocations") -> list[bool]:
-        """By chunk: whether it was seen on the tree lately. Does no I/O; see `KnownChunks`."""
+    def known(self, where: "ChunkLocations") -> list[Verdict | None]:
+        """By chunk: what was seen of it on the tree lately. Does no I/O; see `KnownChunks`."""
         self._known.refresh()
-        has = self._known.has
-        return [has(key) for key in where.known_keys]
+        has, lacks = self._known.has, self._known.lacks
+        hit = Verdict(ChunkStatus.HIT)
+        return [
+            hit if has(key) else self._absent(key) if lacks(key) else None
+            for key in where.known_keys
+        ]
 
     def status_blocking(self, where: "ChunkLocations", chunk_index: int) -> Verdict:
         """HIT or a miss, by one system call: a published file of the right size is a chunk."""
-        path = where.path(chunk_index)
+        path, key = where.path(chunk_index), where.known_keys[chunk_index]
         epoch = self._known.epoch
         try:
-            size = self.fs.size(path)
+            found = self.fs.stat(path)
         except StorageError as error:
             return Verdict(ChunkStatus.MISS_ERROR, str(error))
-        if size is None:
-            return Verdict(ChunkStatus.MISS_ABSENT)
-        if size != where.geometry.file_size_bytes:
+        if found is None:
+            self._known.add_absent(key, epoch)
+            return self._absent(key)
+        if found.size_bytes != where.geometry.file_size_bytes:
             # Left where it is: a put replaces it, a fetch looks closer.
-            message = f"{size} bytes long instead of {where.geometry.file_size_bytes}"
+            message = f"{found.size_bytes} bytes long instead of {where.geometry.file_size_bytes}"
             return Verdict(ChunkStatus.MISS_CORRUPT, message)
-        self._known.add(where.known_keys[chunk_index], epoch)
+        expired = None if found.is_marked else self._expired(found.modified_at)
+        if expired is not None:
+            return expired
+        self._known.add(key, epoch)
         return Verdict(ChunkStatus.HIT)
+
+    def leased_status_blocking(self, where: "ChunkLocations", chunk_index: int) -> Verdict:
+        """The status of a chunk that was just leased: what is a hit now stays one.
+
+        Asks the tree: another server may have evicted what this one knows.
+        """
+        if self._departures.is_leaving(where.known_keys[chunk_index]):
+            return Verdict(ChunkStatus.MISS_EVICTED, "is being evicted at this moment")
+        return self.status_blocking(where, chunk_index)
 
     def open_blocking(self, where: "ChunkLocations", chunk_index: int) -> OpenChunk | Verdict:
         """The chunk open for reading, header checked, or why that is a miss."""
@@ -108,8 +148,13 @@ class ChunkStore:
             )
         except KvserveError as error:
             found = Verdict(ChunkStatus.MISS_ERROR, str(error))
+        key = where.known_keys[chunk_index]
         if isinstance(found, Verdict):
-            self._known.discard(where.known_keys[chunk_index])
+            self._known.discard(key)
+            return self._absent(key) if found.status is ChunkStatus.MISS_ABSENT else found
+        if (expired := self._expired(found.used_at)) is not None:
+            self.open_chunks.release(found)
+            return expired
         return found
 
     def explain_miss_blocking(self, key: ChunkKey) -> str:
@@ -165,8 +210,52 @@ class ChunkStore:
             path=where.path(chunk_index),
             geometry=where.geometry,
             chunk_hash=where.descriptor.chunk_hashes[chunk_index],
-            survives_power_loss=self._survives_power_loss,
+            survives_power_loss=self._policy.survives_power_loss,
+            published_blocking=self._published(where, chunk_index),
         )
+
+    def _published(self, where: "ChunkLocations", chunk_index: int) -> Callable[[bool], None]:
+        def published_blocking(is_new: bool) -> None:
+            directory = where.path(chunk_index).rpartition("/")[0]
+            if is_new:
+                size_bytes = where.geometry.file_size_bytes
+                self.ledger.changed(where.descriptor.tenant, directory, size_bytes, 1)
+            # Not "seen": what another thread deletes at this moment must not stay known.
+            self._known.appeared(where.known_keys[chunk_index])
+
+        return published_blocking
+
+    def pin_blocking(
+        self, where: "ChunkLocations", chunk_index: int, *, is_pinned: bool
+    ) -> ChunkStatus:
+        """Marks the chunk's file as not to be evicted, or as any other again.
+
+        Raises:
+            StorageError: the file system refused.
+        """
+        key = where.known_keys[chunk_index]
+        if not self.fs.mark(where.path(chunk_index), is_marked=is_pinned):
+            return self._absent(key).status
+        return ChunkStatus.PINNED if is_pinned else ChunkStatus.UNPINNED
+
+    def without_leaving(
+        self, where: "ChunkLocations", statuses: Sequence[ChunkStatus]
+    ) -> list[ChunkStatus]:
+        """The statuses with MISS_EVICTED where an evictor has picked the chunk meanwhile."""
+        return [
+            ChunkStatus.MISS_EVICTED if self._departures.is_leaving(key) else status
+            for key, status in zip(where.known_keys, statuses, strict=True)
+        ]
+
+    def _absent(self, key: int) -> Verdict:
+        was_evicted = self._departures.was_evicted(key)
+        return Verdict(ChunkStatus.MISS_EVICTED if was_evicted else ChunkStatus.MISS_ABSENT)
+
+    def _expired(self, used_at: float) -> Verdict | None:
+        ttl_s = self._policy.ttl_s
+        if not ttl_s or self._clock() - used_at <= ttl_s:
+            return None
+        return Verdict(ChunkStatus.MISS_EXPIRED, f"not used for more than {ttl_s:.0f} s")
 
     def ensure_namespace_blocking(self, key: ChunkKey) -> None:
         self._namespaces.ensure_blocking(key)
@@ -176,27 +265,22 @@ class ChunkStore:
         self.open_chunks.forget(path)
         is_gone = self.fs.unlink(path)
         self._known.discard(where.known_keys[chunk_index])
+        if is_gone:
+            size_bytes = where.geometry.file_size_bytes
+            self.ledger.changed(where.descriptor.tenant, path.rpartition("/")[0], -size_bytes, -1)
         self.open_chunks.close_released_blocking()
         return ChunkStatus.DELETED if is_gone else ChunkStatus.MISS_ABSENT
 
     def _quarantine_blocking(self, path: str, fd: int) -> None:
-        """Moves the damaged file that is open as `fd` out of every reader's way, as evidence.
-
-        Only that file: a good one that has taken its name meanwhile stays. A file system that
-        refuses the move leaves the file where it is; it stays a miss, since every read checks it.
-        """
+        """Moves the damaged file that is open as `fd` out of every reader's way, as evidence."""
         self.open_chunks.forget(path)
-        directory = f"{self.root}/{QUARANTINE_DIR}"
-        flat = path[len(self.root) + 1 :].replace("/", "@")
-        with contextlib.suppress(StorageError):
-            if self.fs.is_same(fd, path):
-                self.fs.make_dirs(directory)
-                self.fs.rename(path, f"{directory}/{flat}")
-                if not self.fs.is_same(fd, f"{directory}/{flat}"):
-                    # A good file took the name between the check and the move: put it back.
-                    self.fs.rename(f"{directory}/{flat}", path)
-        shard_directory, _, name = path.rsplit("/", 2)
-        self._known.discard(known_key(shard_directory, bytes.fromhex(name)))
+        taken = self._quarantine.take_blocking(path, fd)
+        inside = path[len(self.root) + 1 :]
+        shard, _, name = inside.rsplit("/", 2)
+        self._known.discard(known_key(shard, bytes.fromhex(name)))
+        if taken:
+            tenant = inside.split("/", 1)[0]
+            self.ledger.changed(tenant, path.rpartition("/")[0], -taken, -1)
 
 
 class ChunkLocations:
@@ -206,12 +290,13 @@ class ChunkLocations:
         first = descriptor.key(0)
         self.descriptor = descriptor
         self.geometry = ChunkGeometry(first)
-        self._directory = f"{root}/{shard_dir(first)}"
+        self.shard = shard_dir(first)
+        self._directory = f"{root}/{self.shard}"
 
     @cached_property
     def known_keys(self) -> list[int]:
-        """By chunk: its key in `KnownChunks`."""
-        return [known_key(self._directory, it) for it in self.descriptor.chunk_hashes]
+        """By chunk: its key in `KnownChunks`, the same for every server of the tree."""
+        return [known_key(self.shard, it) for it in self.descriptor.chunk_hashes]
 
     def path(self, chunk_index: int) -> str:
         return chunk_path(self._directory, self.descriptor.chunk_hashes[chunk_index])

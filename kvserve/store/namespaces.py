@@ -37,7 +37,7 @@ class Namespaces:
         if directory in self._known:
             return
         path = f"{directory}/{IDENTITY_NAME}"
-        if self._fs.size(path) is None:
+        if self._fs.stat(path) is None:
             temp, fd = create_temp_blocking(
                 self._fs, path, self._names, survives_power_loss=self._survives_power_loss
             )
@@ -57,7 +57,7 @@ class Namespaces:
     def explain_miss_blocking(self, key: ChunkKey) -> str:
         """Which identity the chunk is stored under, if this key's namespace is absent; else ""."""
         own = f"{self._root}/{namespace_dir(key)}"
-        if own in self._known or self._fs.size(f"{own}/{IDENTITY_NAME}") is not None:
+        if own in self._known or self._fs.stat(f"{own}/{IDENTITY_NAME}") is not None:
             return ""
         shard = f"{key.shard.rank}of{key.shard.count}"
         siblings = sorted(self._fs.list_dir(f"{self._root}/{key.tenant}"))
@@ -66,7 +66,7 @@ class Namespaces:
             encoded = self._read_identity(f"{directory}/{IDENTITY_NAME}")
             if encoded is None or model_of(encoded) != key.identity.model:
                 continue
-            if self._fs.size(chunk_path(f"{directory}/{shard}", key.chunk_hash)) is not None:
+            if self._fs.stat(chunk_path(f"{directory}/{shard}", key.chunk_hash)) is not None:
                 fields = "; ".join(differences(key.identity.encoded, encoded))
                 return f"stored under another identity, which differs in {fields}"
         return ""

@@ -9,6 +9,7 @@ A file that another server deletes stays readable through its descriptor: the re
 original bytes, which never change.
 """
 
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -24,12 +25,16 @@ from kvserve.model import ChunkStatus, Verdict
 
 @dataclass(slots=True, eq=False)
 class OpenChunk:
-    """A chunk file whose header was checked. `checksums` and `offsets` are by layer index."""
+    """A chunk file whose header was checked. `checksums` and `offsets` are by layer index.
+
+    `used_at`: the time of last use that the file carries, see `Recency`; infinity if it is pinned.
+    """
 
     path: str
     fd: int | None
     checksums: tuple[int, ...]
     offsets: tuple[int, ...]
+    used_at: float = 0.0
     users: int = 1
     is_forgotten: bool = False
     idle_since: float = 0.0
@@ -99,11 +104,14 @@ class OpenChunks:
             if isinstance(found, Verdict):
                 reject_blocking(path, fd)
                 return found
+            # After the read: on Lustre the attributes then came with its lock.
+            seen = self._fs.stat_open(fd)
+            used_at = math.inf if seen.is_marked else seen.modified_at
             keeps_fd = self.take_blocking()
         finally:
             if not keeps_fd:
                 self._fs.close(fd)
-        chunk = OpenChunk(path, fd if keeps_fd else None, found, geometry.slice_offsets)
+        chunk = OpenChunk(path, fd if keeps_fd else None, found, geometry.slice_offsets, used_at)
         if keeps_fd:
             with self._lock:
                 if path not in self._by_path:
@@ -133,6 +141,15 @@ class OpenChunks:
             chunk.is_forgotten = True
             if self._idle.pop(path, None) is not None and chunk.fd is not None:
                 self._to_close.append(chunk.fd)
+
+    def forget_idle(self, path: str) -> bool:
+        """The same unless a transfer is using it; says whether nobody was."""
+        with self._lock:
+            chunk = self._by_path.get(path)
+            if chunk is not None and chunk.users:
+                return False
+        self.forget(path)
+        return True
 
     def close_released_blocking(self) -> None:
         """Closes descriptors that nobody uses and no entry holds."""

@@ -83,9 +83,16 @@ class Owner:
         """
         if tag == self.tag:
             return True
-        seen_at = self._fs.modified_at(self._path(tag))
-        now = self._fs.modified_at(self._path(self.tag))
-        return seen_at is not None and now is not None and now - seen_at <= self.lease_s
+        seen = self._fs.stat(self._path(tag))
+        own = self._fs.stat(self._path(self.tag))
+        if seen is None or own is None:
+            return False
+        return own.modified_at - seen.modified_at <= self.lease_s
+
+    def is_first_blocking(self) -> bool:
+        """Whether this server's tag is the first of the living ones: it is the tree's steward."""
+        earlier = (tag for tag in self._fs.list_dir(self._directory) if tag < self.tag)
+        return not any(self.lives_blocking(tag) for tag in earlier)
 
     def forget_blocking(self, tags: set[str]) -> None:
         """Removes the claims of dead servers, once their files are gone."""

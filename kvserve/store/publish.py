@@ -7,7 +7,8 @@ Order is the whole design:
 3. write the header                               without it the file is no chunk
 4. fsync (durability "power")                     bytes reach the disk before the name does
 5. close                                          an error here is a failed put
-6. rename to NAME                                 the only step a reader can notice
+6. rename to NAME                                 the only step a reader can notice; what had the
+                                                  name is looked at before: usage, pins
 7. fsync the directory (durability "power")
 
 Losing a race to another writer of the same chunk is success: same name, same bytes, and rename
@@ -16,6 +17,7 @@ dot name that no reader looks at.
 """
 
 import threading
+from collections.abc import Callable
 from typing import Protocol
 
 from kvserve.errors import StorageError
@@ -51,8 +53,11 @@ class ChunkWriter:
         geometry: ChunkGeometry,
         chunk_hash: bytes,
         survives_power_loss: bool,
+        published_blocking: Callable[[bool], None],
     ) -> None:
+        """`published_blocking(is_new)` is called after the rename; not new: it replaced a file."""
         self.path = path
+        self._published_blocking = published_blocking
         self._fs = fs
         self._files = files
         self._names = names
@@ -99,10 +104,14 @@ class ChunkWriter:
                 self._write(bytes(padding), end)
             self._write(header, 0)
             self._finish_file()
+            replaced = self._fs.stat(self.path)
+            if replaced is not None and replaced.is_marked:
+                self._fs.mark(self._temp, is_marked=True)  # a pin stays
             self._fs.rename(self._temp, self.path)
             self._temp = None
             if self._survives_power_loss:
                 self._sync_name()
+            self._published_blocking(replaced is None)
         finally:
             self.abandon_blocking()
 

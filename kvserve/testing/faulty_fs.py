@@ -10,7 +10,7 @@ import os
 import shutil
 
 from kvserve.errors import StorageError, StorageUnavailable
-from kvserve.fs import PosixFileSystem
+from kvserve.fs import FileStat, PosixFileSystem
 
 CHANGING = frozenset(
     (
@@ -23,9 +23,11 @@ CHANGING = frozenset(
         "rename",
         "unlink",
         "make_dirs",
+        "touch",
+        "mark",
     )
 )
-READING = frozenset(("open_read", "read_into", "size", "list_dir", "is_same", "modified_at"))
+READING = frozenset(("open_read", "read_into", "stat", "stat_open", "list_dir", "is_same"))
 
 
 class FaultyFileSystem(PosixFileSystem):
@@ -119,17 +121,25 @@ class FaultyFileSystem(PosixFileSystem):
             name for name in self._unsynced_names if os.path.dirname(name) != path
         }
 
-    def size(self, path: str) -> int | None:
-        self._count("size")
-        return super().size(path)
+    def stat(self, path: str) -> FileStat | None:
+        self._count("stat")
+        return super().stat(path)
+
+    def stat_open(self, fd: int) -> FileStat:
+        self._count("stat_open")
+        return super().stat_open(fd)
+
+    def touch(self, path: str, at: float) -> bool:
+        self._count("touch")
+        return super().touch(path, at)
+
+    def mark(self, path: str, *, is_marked: bool) -> bool:
+        self._count("mark")
+        return super().mark(path, is_marked=is_marked)
 
     def is_same(self, fd: int, path: str) -> bool:
         self._count("is_same")
         return super().is_same(fd, path)
-
-    def modified_at(self, path: str) -> float | None:
-        self._count("modified_at")
-        return super().modified_at(path)
 
     def rename(self, source: str, target: str) -> None:
         self._count("rename")

@@ -15,6 +15,8 @@ class ChunkStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CHUNK_STATUS_MISS_IDENTITY: _ClassVar[ChunkStatus]
     CHUNK_STATUS_MISS_CORRUPT: _ClassVar[ChunkStatus]
     CHUNK_STATUS_MISS_ERROR: _ClassVar[ChunkStatus]
+    CHUNK_STATUS_MISS_EVICTED: _ClassVar[ChunkStatus]
+    CHUNK_STATUS_MISS_EXPIRED: _ClassVar[ChunkStatus]
     CHUNK_STATUS_NEEDED: _ClassVar[ChunkStatus]
     CHUNK_STATUS_STORED: _ClassVar[ChunkStatus]
     CHUNK_STATUS_KNOWN: _ClassVar[ChunkStatus]
@@ -22,6 +24,8 @@ class ChunkStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CHUNK_STATUS_NO_SPACE: _ClassVar[ChunkStatus]
     CHUNK_STATUS_STORE_ERROR: _ClassVar[ChunkStatus]
     CHUNK_STATUS_DELETED: _ClassVar[ChunkStatus]
+    CHUNK_STATUS_PINNED: _ClassVar[ChunkStatus]
+    CHUNK_STATUS_UNPINNED: _ClassVar[ChunkStatus]
 
 class LayerKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -35,6 +39,8 @@ CHUNK_STATUS_MISS_ABSENT: ChunkStatus
 CHUNK_STATUS_MISS_IDENTITY: ChunkStatus
 CHUNK_STATUS_MISS_CORRUPT: ChunkStatus
 CHUNK_STATUS_MISS_ERROR: ChunkStatus
+CHUNK_STATUS_MISS_EVICTED: ChunkStatus
+CHUNK_STATUS_MISS_EXPIRED: ChunkStatus
 CHUNK_STATUS_NEEDED: ChunkStatus
 CHUNK_STATUS_STORED: ChunkStatus
 CHUNK_STATUS_KNOWN: ChunkStatus
@@ -42,6 +48,8 @@ CHUNK_STATUS_INCOMPLETE: ChunkStatus
 CHUNK_STATUS_NO_SPACE: ChunkStatus
 CHUNK_STATUS_STORE_ERROR: ChunkStatus
 CHUNK_STATUS_DELETED: ChunkStatus
+CHUNK_STATUS_PINNED: ChunkStatus
+CHUNK_STATUS_UNPINNED: ChunkStatus
 LAYER_KIND_UNSPECIFIED: LayerKind
 LAYER_KIND_ATTENTION: LayerKind
 LAYER_KIND_LATENT: LayerKind
@@ -138,32 +146,40 @@ class GetServerInfoReply(_message.Message):
     def __init__(self, version: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., file_system: _Optional[str] = ..., chunk_file_version: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("chunks_max", "message_size_bytes_max", "frame_size_bytes_max", "transfers_max")
+    __slots__ = ("chunks_max", "message_size_bytes_max", "frame_size_bytes_max", "transfers_max", "lease_ttl_s_max")
     CHUNKS_MAX_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_SIZE_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
     FRAME_SIZE_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_MAX_FIELD_NUMBER: _ClassVar[int]
+    LEASE_TTL_S_MAX_FIELD_NUMBER: _ClassVar[int]
     chunks_max: int
     message_size_bytes_max: int
     frame_size_bytes_max: int
     transfers_max: int
-    def __init__(self, chunks_max: _Optional[int] = ..., message_size_bytes_max: _Optional[int] = ..., frame_size_bytes_max: _Optional[int] = ..., transfers_max: _Optional[int] = ...) -> None: ...
+    lease_ttl_s_max: float
+    def __init__(self, chunks_max: _Optional[int] = ..., message_size_bytes_max: _Optional[int] = ..., frame_size_bytes_max: _Optional[int] = ..., transfers_max: _Optional[int] = ..., lease_ttl_s_max: _Optional[float] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("descriptor",)
+    __slots__ = ("descriptor", "lease_owner", "lease_ttl_s")
     DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
+    LEASE_OWNER_FIELD_NUMBER: _ClassVar[int]
+    LEASE_TTL_S_FIELD_NUMBER: _ClassVar[int]
     descriptor: Descriptor
-    def __init__(self, descriptor: _Optional[_Union[Descriptor, _Mapping]] = ...) -> None: ...
+    lease_owner: str
+    lease_ttl_s: float
+    def __init__(self, descriptor: _Optional[_Union[Descriptor, _Mapping]] = ..., lease_owner: _Optional[str] = ..., lease_ttl_s: _Optional[float] = ...) -> None: ...
 
 class LookupReply(_message.Message):
-    __slots__ = ("prefix_chunks", "chunk_statuses", "details")
+    __slots__ = ("prefix_chunks", "chunk_statuses", "details", "leased_chunks")
     PREFIX_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     CHUNK_STATUSES_FIELD_NUMBER: _ClassVar[int]
     DETAILS_FIELD_NUMBER: _ClassVar[int]
+    LEASED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     prefix_chunks: int
     chunk_statuses: bytes
     details: _containers.RepeatedCompositeFieldContainer[ChunkDetail]
-    def __init__(self, prefix_chunks: _Optional[int] = ..., chunk_statuses: _Optional[bytes] = ..., details: _Optional[_Iterable[_Union[ChunkDetail, _Mapping]]] = ...) -> None: ...
+    leased_chunks: int
+    def __init__(self, prefix_chunks: _Optional[int] = ..., chunk_statuses: _Optional[bytes] = ..., details: _Optional[_Iterable[_Union[ChunkDetail, _Mapping]]] = ..., leased_chunks: _Optional[int] = ...) -> None: ...
 
 class PayloadFrame(_message.Message):
     __slots__ = ("layer_index", "first_chunk", "slice_offset", "checksums", "payload")
@@ -274,6 +290,32 @@ class DeleteRequest(_message.Message):
     def __init__(self, descriptor: _Optional[_Union[Descriptor, _Mapping]] = ...) -> None: ...
 
 class DeleteReply(_message.Message):
+    __slots__ = ("chunk_statuses",)
+    CHUNK_STATUSES_FIELD_NUMBER: _ClassVar[int]
+    chunk_statuses: bytes
+    def __init__(self, chunk_statuses: _Optional[bytes] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("tenant", "lease_owner")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    LEASE_OWNER_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    lease_owner: str
+    def __init__(self, tenant: _Optional[str] = ..., lease_owner: _Optional[str] = ...) -> None: ...
+
+class ReleaseReply(_message.Message):
+    __slots__ = ("released_chunks",)
+    RELEASED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    released_chunks: int
+    def __init__(self, released_chunks: _Optional[int] = ...) -> None: ...
+
+class PinRequest(_message.Message):
+    __slots__ = ("descriptor",)
+    DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
+    descriptor: Descriptor
+    def __init__(self, descriptor: _Optional[_Union[Descriptor, _Mapping]] = ...) -> None: ...
+
+class PinReply(_message.Message):
     __slots__ = ("chunk_statuses",)
     CHUNK_STATUSES_FIELD_NUMBER: _ClassVar[int]
     chunk_statuses: bytes

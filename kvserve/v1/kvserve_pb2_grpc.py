@@ -59,6 +59,21 @@ class KvServeStub(object):
                 request_serializer=kvserve_dot_v1_dot_kvserve__pb2.DeleteRequest.SerializeToString,
                 response_deserializer=kvserve_dot_v1_dot_kvserve__pb2.DeleteReply.FromString,
                 _registered_method=True)
+        self.Release = channel.unary_unary(
+                '/kvserve.v1.KvServe/Release',
+                request_serializer=kvserve_dot_v1_dot_kvserve__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=kvserve_dot_v1_dot_kvserve__pb2.ReleaseReply.FromString,
+                _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/kvserve.v1.KvServe/Pin',
+                request_serializer=kvserve_dot_v1_dot_kvserve__pb2.PinRequest.SerializeToString,
+                response_deserializer=kvserve_dot_v1_dot_kvserve__pb2.PinReply.FromString,
+                _registered_method=True)
+        self.Unpin = channel.unary_unary(
+                '/kvserve.v1.KvServe/Unpin',
+                request_serializer=kvserve_dot_v1_dot_kvserve__pb2.PinRequest.SerializeToString,
+                response_deserializer=kvserve_dot_v1_dot_kvserve__pb2.PinReply.FromString,
+                _registered_method=True)
 
 
 class KvServeServicer(object):
@@ -105,6 +120,27 @@ class KvServeServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Release(self, request, context):
+        """Gives free what lookups have leased to a request. Releasing twice is a success.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pin(self, request, context):
+        """Pins stored chunks: they are not evicted and do not expire until they are unpinned. Kept with
+        the chunk on the tree, so it holds for all servers and survives restarts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unpin(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvServeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -132,6 +168,21 @@ def add_KvServeServicer_to_server(servicer, server):
                     servicer.Delete,
                     request_deserializer=kvserve_dot_v1_dot_kvserve__pb2.DeleteRequest.FromString,
                     response_serializer=kvserve_dot_v1_dot_kvserve__pb2.DeleteReply.SerializeToString,
+            ),
+            'Release': grpc.unary_unary_rpc_method_handler(
+                    servicer.Release,
+                    request_deserializer=kvserve_dot_v1_dot_kvserve__pb2.ReleaseRequest.FromString,
+                    response_serializer=kvserve_dot_v1_dot_kvserve__pb2.ReleaseReply.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=kvserve_dot_v1_dot_kvserve__pb2.PinRequest.FromString,
+                    response_serializer=kvserve_dot_v1_dot_kvserve__pb2.PinReply.SerializeToString,
+            ),
+            'Unpin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unpin,
+                    request_deserializer=kvserve_dot_v1_dot_kvserve__pb2.PinRequest.FromString,
+                    response_serializer=kvserve_dot_v1_dot_kvserve__pb2.PinReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -269,6 +320,87 @@ class KvServe(object):
             '/kvserve.v1.KvServe/Delete',
             kvserve_dot_v1_dot_kvserve__pb2.DeleteRequest.SerializeToString,
             kvserve_dot_v1_dot_kvserve__pb2.DeleteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Release(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvserve.v1.KvServe/Release',
+            kvserve_dot_v1_dot_kvserve__pb2.ReleaseRequest.SerializeToString,
+            kvserve_dot_v1_dot_kvserve__pb2.ReleaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvserve.v1.KvServe/Pin',
+            kvserve_dot_v1_dot_kvserve__pb2.PinRequest.SerializeToString,
+            kvserve_dot_v1_dot_kvserve__pb2.PinReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unpin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvserve.v1.KvServe/Unpin',
+            kvserve_dot_v1_dot_kvserve__pb2.PinRequest.SerializeToString,
+            kvserve_dot_v1_dot_kvserve__pb2.PinReply.FromString,
             options,
             channel_credentials,
             insecure,

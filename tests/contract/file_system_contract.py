@@ -308,19 +308,54 @@ class FileSystemContract(ABC):
         with pytest.raises(StorageUnavailable, match=rf"{tree}/absent: ENOENT"):
             fs.sync_dir(f"{tree}/absent")
 
-    # size
+    # stat, touch, mark
 
-    def test_size(self, fs: FileSystem, tree: str) -> None:
+    def test_stat_tells_the_size(self, fs: FileSystem, tree: str) -> None:
         self.put(f"{tree}/file", KV)
         self.put(f"{tree}/empty", b"")
-        assert fs.size(f"{tree}/file") == len(KV)
-        assert fs.size(f"{tree}/empty") == 0
+        for name, size in (("file", len(KV)), ("empty", 0)):
+            found = fs.stat(f"{tree}/{name}")
+            assert found is not None
+            assert found.size_bytes == size
+            assert not found.is_marked
 
-    def test_size_of_a_missing_file_is_none(self, fs: FileSystem, tree: str) -> None:
+    def test_stat_of_a_missing_file_is_none(self, fs: FileSystem, tree: str) -> None:
         self.put(f"{tree}/file", KV)
-        assert fs.size(f"{tree}/absent") is None
-        assert fs.size(f"{tree}/absent/x") is None
-        assert fs.size(f"{tree}/file/x") is None
+        assert fs.stat(f"{tree}/absent") is None
+        assert fs.stat(f"{tree}/absent/x") is None
+        assert fs.stat(f"{tree}/file/x") is None
+
+    def test_an_open_file_tells_the_same(self, fs: FileSystem, tree: str) -> None:
+        self.put(f"{tree}/file", KV)
+        fd = fs.open_read(f"{tree}/file")
+        assert fd is not None
+        assert fs.stat_open(fd) == fs.stat(f"{tree}/file")
+        fs.close(fd)
+        with pytest.raises(StorageUnavailable, match="EBADF"):
+            fs.stat_open(fd)
+
+    def test_a_touched_file_keeps_its_time_and_bytes(self, fs: FileSystem, tree: str) -> None:
+        self.put(f"{tree}/file", KV)
+        assert fs.touch(f"{tree}/file", 1_600_000_000.25)
+        found = fs.stat(f"{tree}/file")
+        assert found is not None
+        assert found.modified_at == 1_600_000_000.25
+        assert self.get(f"{tree}/file") == KV
+
+    def test_a_mark_stays_until_it_is_cleared(self, fs: FileSystem, tree: str) -> None:
+        self.put(f"{tree}/file", KV)
+        for is_marked in (True, True, False, False):
+            assert fs.mark(f"{tree}/file", is_marked=is_marked)
+            found = fs.stat(f"{tree}/file")
+            assert found is not None
+            assert found.is_marked is is_marked
+        assert self.get(f"{tree}/file") == KV
+
+    def test_a_missing_file_cannot_be_touched_or_marked(self, fs: FileSystem, tree: str) -> None:
+        self.put(f"{tree}/file", KV)
+        for name in ("absent", "absent/x", "file/x"):
+            assert not fs.touch(f"{tree}/{name}", 1.0)
+            assert not fs.mark(f"{tree}/{name}", is_marked=True)
 
     # rename
 

@@ -8,11 +8,15 @@ from random import Random
 from kvserve.format.chunk_file import checksum
 from kvserve.fs import FileSystem, PosixFileSystem
 from kvserve.model import ChunkStatus, Descriptor, Verdict
-from kvserve.store.chunk_store import ChunkLocations, ChunkStore
+from kvserve.policy.quota import Quotas
+from kvserve.store.chunk_store import ChunkLocations, ChunkStore, StorePolicy
+from kvserve.store.departures import Departures
 from kvserve.store.known import KnownChunks
-from kvserve.store.open_chunks import OpenChunk
+from kvserve.store.ledger import Ledger
+from kvserve.store.open_chunks import OpenChunk, OpenChunks
 from kvserve.store.paths import TempNames
 from kvserve.store.publish import ChunkWriter
+from kvserve.store.quarantine import Quarantine
 from tests.unit.samples import HYBRID, descriptor_of, slice_of
 
 SIZES = HYBRID.slice_sizes
@@ -31,16 +35,22 @@ class Tree:
         chunks: int = 5,
         open_files_max: int = 64,
         survives_power_loss: bool = False,
+        ttl_s: float = 0.0,
+        quarantine_size_bytes_max: int = 1 << 30,
     ) -> None:
         self.root = root
         self.fs = fs or PosixFileSystem()
+        self.ledger = Ledger(Quotas())
         self.store = ChunkStore(
             self.fs,
             str(root),
-            open_files_max=open_files_max,
-            survives_power_loss=survives_power_loss,
+            policy=StorePolicy(survives_power_loss=survives_power_loss, ttl_s=ttl_s),
+            open_chunks=OpenChunks(self.fs, open_files_max),
             names=TempNames("aB3", Random(5)),
             known=KnownChunks(chunks_max=1000, ttl_s=60, clock=time.monotonic),
+            ledger=self.ledger,
+            departures=Departures(remembered_max=1000, clock=time.time),
+            quarantine=Quarantine(self.fs, str(root), size_bytes_max=quarantine_size_bytes_max),
         )
         self.descriptor: Descriptor = descriptor_of(chunks, HYBRID)
         self.where: ChunkLocations = self.store.locate(self.descriptor)

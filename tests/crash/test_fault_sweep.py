@@ -16,15 +16,14 @@ from kvserve.config import LimitsConfig
 from kvserve.errors import KvserveError, StorageError, StorageFull, StorageUnavailable
 from kvserve.format.chunk_file import checksum
 from kvserve.format.frames import FrameHeader
+from kvserve.metrics import Metrics
 from kvserve.model import ChunkStatus, Descriptor, Verdict
 from kvserve.service import Service
-from kvserve.store.chunk_store import ChunkStore
-from kvserve.store.known import KnownChunks
 from kvserve.store.owners import Owner
-from kvserve.store.paths import TempNames
 from kvserve.store.sweep import sweep_blocking
 from kvserve.testing.faulty_fs import CHANGING, READING, FaultyFileSystem
 from tests.payload import payload_for, small_descriptor
+from tests.trees import tree_on
 
 DESCRIPTOR = small_descriptor(chunks=3, layers=2)
 PAYLOAD = payload_for(DESCRIPTOR)
@@ -40,15 +39,16 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 def service_over(
     fs: FaultyFileSystem, root: Path, threads: ThreadPoolExecutor, *, power: bool = False
 ) -> Service:
-    store = ChunkStore(
-        fs,
-        str(root),
-        open_files_max=64,
-        survives_power_loss=power,
-        names=TempNames("aB3", Random(1)),
-        known=KnownChunks(chunks_max=100, ttl_s=0.0, clock=lambda: 0.0),
+    durability = "power" if power else "process"
+    tree = tree_on(root, fs, store={"durability": durability, "known_ttl_s": 0.0})
+    return Service(
+        tree,
+        threads,
+        LimitsConfig(),
+        Metrics(tree),
+        lease_ttl_s_max=60.0,
+        store_refused=lambda: None,
     )
-    return Service(store, threads, LimitsConfig())
 
 
 class Sender:
@@ -192,18 +192,12 @@ def test_every_call_of_a_start_up_fails_once(tmp_path: Path) -> None:
         root = tmp_path / str(fails_at)
         fs = FaultyFileSystem(fails_at, verbs=READING | CHANGING)
         with suppress(StorageError):
-            owner = Owner(fs, str(root), Random(1), lease_s=60.0)
-            owner.claim_blocking()
-            store = ChunkStore(
-                fs,
-                str(root),
-                open_files_max=16,
-                survives_power_loss=False,
-                names=TempNames(owner.tag, Random(2)),
-                known=KnownChunks(chunks_max=1, ttl_s=0.0, clock=lambda: 0.0),
-            )
-            store.check_root_blocking()
-            list(sweep_blocking(fs, str(root), owner))
+            tree = tree_on(root, fs)
+            tree.owner.claim_blocking()
+            tree.store.check_root_blocking()
+            tree.ledger.set_base(tree.usage_files.base_for({}))
+            tree.exchange.read_departures_blocking()
+            list(sweep_blocking(fs, str(root), tree.owner))
         if not fs.has_failed:
             assert fails_at > 10
             return

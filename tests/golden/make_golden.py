@@ -5,29 +5,17 @@ would write other bytes, this says so and fails; the way out is a new format ver
 """
 
 import sys
-import time
 from pathlib import Path
-from random import Random
 from tempfile import TemporaryDirectory
 
 from kvserve.format.chunk_file import checksum
-from kvserve.fs import PosixFileSystem
-from kvserve.store.chunk_store import ChunkStore
-from kvserve.store.known import KnownChunks
-from kvserve.store.paths import TempNames
 from tests.golden.chunks import ALL, GoldenChunk
+from tests.trees import tree_on
 
 
 def written_today(golden: GoldenChunk, root: Path) -> Path:
     """The chunk as the store of today publishes it under `root`; the path of its file."""
-    store = ChunkStore(
-        PosixFileSystem(),
-        str(root),
-        open_files_max=16,
-        survives_power_loss=False,
-        names=TempNames("aB3", Random(0)),
-        known=KnownChunks(chunks_max=1000, ttl_s=60, clock=time.monotonic),
-    )
+    store = tree_on(root).store
     where = store.locate(golden.descriptor)
     writer = store.writer(where, 0)
 

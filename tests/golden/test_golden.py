@@ -2,24 +2,19 @@
 
 import hashlib
 import struct
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 
 import msgpack
 import pytest
 import xxhash
 
 from kvserve.format.chunk_file import ChunkGeometry, checksum
-from kvserve.fs import PosixFileSystem
 from kvserve.model import ChunkStatus, Verdict
-from kvserve.store.chunk_store import ChunkStore
-from kvserve.store.known import KnownChunks
 from kvserve.store.open_chunks import OpenChunk
-from kvserve.store.paths import TempNames
 from tests.golden.chunks import ALL, GoldenChunk
 from tests.golden.make_golden import main, written_today
+from tests.trees import tree_on
 
 each = pytest.mark.parametrize("golden", ALL, ids=lambda golden: golden.name)
 
@@ -41,14 +36,7 @@ def test_the_store_serves_it(golden: GoldenChunk, tmp_path: Path) -> None:
     place = tmp_path / golden.path
     place.parent.mkdir(parents=True)
     place.write_bytes(golden.file.read_bytes())
-    store = ChunkStore(
-        PosixFileSystem(),
-        str(tmp_path),
-        open_files_max=16,
-        survives_power_loss=False,
-        names=TempNames("aB3", Random(0)),
-        known=KnownChunks(chunks_max=1000, ttl_s=60, clock=time.monotonic),
-    )
+    store = tree_on(tmp_path).store
     where = store.locate(golden.descriptor)
     assert where.path(0) == str(place)
     assert store.status_blocking(where, 0) == Verdict(ChunkStatus.HIT)

@@ -6,9 +6,7 @@ see the same. Whatever happened before, a read gives the original bytes or a mis
 
 import os
 import shutil
-import time
 from pathlib import Path
-from random import Random
 from tempfile import mkdtemp
 
 from hypothesis import settings
@@ -16,13 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from kvserve.format.chunk_file import checksum
-from kvserve.fs import PosixFileSystem
 from kvserve.model import ChunkStatus, Verdict
 from kvserve.store.chunk_store import ChunkStore
-from kvserve.store.known import KnownChunks
 from kvserve.store.open_chunks import OpenChunk
-from kvserve.store.paths import TempNames
 from kvserve.store.publish import ChunkWriter
+from tests.trees import tree_on
 from tests.unit.samples import SMALL, descriptor_of, slice_of
 
 CHUNKS = 4
@@ -51,14 +47,7 @@ class StoreMachine(RuleBasedStateMachine):
     writing = Bundle("writing")
 
     def _store(self) -> ChunkStore:
-        return ChunkStore(
-            PosixFileSystem(),
-            str(self.root),
-            open_files_max=2,
-            survives_power_loss=False,
-            names=TempNames("aB3", Random(1)),
-            known=KnownChunks(chunks_max=1000, ttl_s=60, clock=time.monotonic),
-        )
+        return tree_on(self.root, open_files_max=2).store
 
     def _path(self, index: int) -> Path:
         return Path(self.stores[0].locate(DESCRIPTOR).path(index))

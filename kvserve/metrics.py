@@ -1,0 +1,108 @@
+"""What a server counts, for Prometheus, at `http://HOST:PORT/metrics` (`server.metrics_listen`).
+
+Names and meanings are in docs/operations.md; a test compares.
+"""
+
+from collections import Counter as Tally
+from collections.abc import Iterator, Sequence
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, start_http_server
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvserve.errors import InvalidRequest
+from kvserve.model import ChunkStatus, Verdict
+from kvserve.policy.quota import Amount
+from kvserve.tree import Tree
+
+
+class Metrics:
+    """One server's registry. Safe from any thread; counting does no I/O."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.registry = CollectorRegistry()
+        self._chunks = Counter(
+            "kvserve_chunks",
+            "Chunks answered, by call and status; the MISS_ statuses are the reasons of misses.",
+            ("call", "status"),
+            registry=self.registry,
+        )
+        self._evicted_files = Counter(
+            "kvserve_evicted_chunks", "Chunks evicted by this server.", registry=self.registry
+        )
+        self._evicted_bytes = Counter(
+            "kvserve_evicted_bytes", "Their bytes.", registry=self.registry
+        )
+        self._eviction_failures = Counter(
+            "kvserve_eviction_failures",
+            "Files that could not be deleted when it was their turn.",
+            registry=self.registry,
+        )
+        self.registry.register(_TreeGauges(tree))
+        self._server: WSGIServer | None = None
+
+    def answered(self, call: str, verdicts: Sequence[Verdict]) -> None:
+        """A call has told its client how its chunks ended."""
+        self.count(call, Tally(verdict.status for verdict in verdicts))
+
+    def count(self, call: str, statuses: "Tally[ChunkStatus]") -> None:
+        for status, chunks in statuses.items():
+            self._chunks.labels(call, status.name).inc(chunks)
+
+    def evicted(self, amount: Amount, failed: int) -> None:
+        self._evicted_files.inc(amount.files)
+        self._evicted_bytes.inc(amount.size_bytes)
+        self._eviction_failures.inc(failed)
+
+    def listen_blocking(self, listen: str) -> str:
+        """Serves the registry on a thread of its own; returns the bound HOST:PORT.
+
+        Raises:
+            InvalidRequest: the address cannot be bound.
+        """
+        host, _, port = listen.rpartition(":")
+        try:
+            self._server, _ = start_http_server(int(port), host.strip("[]"), registry=self.registry)
+        except OSError as error:
+            raise InvalidRequest(
+                f"cannot serve metrics on {listen} (server.metrics_listen): {error}"
+            ) from error
+        return f"{host}:{self._server.server_port}"
+
+    def close_blocking(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+
+
+class _TreeGauges(Collector):
+    """Read when they are asked for."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+
+    def collect(self) -> Iterator[Metric]:
+        tree = self._tree
+        size = GaugeMetricFamily(
+            "kvserve_stored_bytes",
+            "Chunk files on the tree, those being written included, by tenant.",
+            labels=["tenant"],
+        )
+        files = GaugeMetricFamily("kvserve_stored_chunks", "The same in chunks.", labels=["tenant"])
+        for tenant, amount in sorted(tree.ledger.usage().items()):
+            size.add_metric([tenant], amount.size_bytes)
+            files.add_metric([tenant], amount.files)
+        yield size
+        yield files
+        for name, text, value in (
+            ("kvserve_leased_chunks", "Chunks leased now.", tree.exchange.leases.chunks),
+            ("kvserve_open_files", "Chunk files open now.", tree.store.open_chunks.taken),
+            (
+                "kvserve_quarantined_chunks",
+                "Damaged files set aside since the start.",
+                tree.quarantine.taken,
+            ),
+        ):
+            yield GaugeMetricFamily(name, text, value=value)

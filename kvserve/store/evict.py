@@ -1,0 +1,214 @@
+"""Takes chunks off the tree to keep it within its limits, in the background.
+
+One server of a tree evicts, see `upkeep.py`; requests never wait for it. It looks at the files of
+some directories, picks the oldest (`policy/eviction.py`), tells the other servers, leaves out what
+is leased, pinned or being read here, and deletes the rest. A file that cannot be deleted is
+reported, skipped, and not tried again for a while.
+
+A reader that has the file open, on this or another host, reads the original bytes to the end.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from kvserve.errors import StorageError
+from kvserve.fs import FileSystem
+from kvserve.policy.eviction import SAMPLE_MIN, TAKEN_OF_SAMPLE, Candidate, choose
+from kvserve.policy.quota import Amount, Pressure, above_floor
+from kvserve.store.exchange import Exchange
+from kvserve.store.journal import RecordKind
+from kvserve.store.known import KnownChunks, known_key
+from kvserve.store.ledger import Ledger
+from kvserve.store.open_chunks import OpenChunks
+from kvserve.store.paths import is_chunk_name
+from kvserve.store.sweep import visible_dirs
+
+log = logging.getLogger(__name__)
+
+_SHARDS_A_ROUND = 64
+_BATCH_MAX = 256
+_STUBBORN_MAX = 4096
+_STUBBORN_S = 600.0
+
+
+@dataclass(slots=True)
+class EvictionResult:
+    """Counts of one round."""
+
+    evicted: Amount = field(default_factory=Amount)
+    held: int = 0
+    failed: int = 0
+
+
+class Evictor:
+    """All methods block; one thread at a time. `clock`: wall time, as files are stamped with."""
+
+    def __init__(
+        self,
+        fs: FileSystem,
+        root: str,
+        *,
+        ledger: Ledger,
+        exchange: Exchange,
+        open_chunks: OpenChunks,
+        known: KnownChunks,
+        random: Random,
+        clock: Callable[[], float],
+    ) -> None:
+        self._fs = fs
+        self._root = root
+        self._ledger = ledger
+        self._exchange = exchange
+        self._open_chunks = open_chunks
+        self._known = known
+        self._random = random
+        self._clock = clock
+        # By path: when a file that could not be deleted may be tried again.
+        self._stubborn: dict[str, float] = {}
+
+    def relieve_blocking(self, pressure: Pressure) -> Iterator[EvictionResult]:
+        """Evicts until the pressure is gone or every chunk was looked at once.
+
+        Yields the running counts after each step, so that the caller sets the pace.
+        """
+        result = EvictionResult()
+        wanted = pressure.excess
+        pool: list[Candidate] = []
+        fresh = 0
+        deck = self._deck(pressure.tenant)
+        while wanted.size_bytes > 0 or wanted.files > 0:
+            directory = next(deck, None)
+            if directory is not None:
+                seen = self._candidates(directory)
+                pool += seen
+                fresh += len(seen)
+                if fresh < SAMPLE_MIN:
+                    yield result
+                    continue
+            # Of a sample only a part, since the next may hold older ones. Nothing is chosen twice,
+            # whatever comes of it: a round ends.
+            part = fresh // TAKEN_OF_SAMPLE if directory is not None else _BATCH_MAX
+            chosen, pool = choose(pool, wanted, chunks_max=min(part, _BATCH_MAX))
+            fresh = 0
+            if not chosen:
+                return
+            before = result.evicted
+            self.evict_blocking(chosen, result, for_others=pressure.tenant is None)
+            gone = result.evicted - before
+            wanted = Amount(
+                max(0, wanted.size_bytes - gone.size_bytes), max(0, wanted.files - gone.files)
+            )
+            yield result
+
+    def expire_blocking(self, directory: str, unused_s: float, result: EvictionResult) -> None:
+        """Evicts the chunks of one directory that nobody has used for so long."""
+        before = self._clock() - unused_s
+        expired = [it for it in self._candidates(directory) if it.used_at < before]
+        for at in range(0, len(expired), _BATCH_MAX):
+            self.evict_blocking(expired[at : at + _BATCH_MAX], result, for_others=False)
+
+    def evict_blocking(
+        self, chosen: Sequence[Candidate], result: EvictionResult, *, for_others: bool
+    ) -> None:
+        """Deletes the chosen chunks but those in use; adds to `result`.
+
+        `for_others`: to relieve the total, which takes no tenant below its floor.
+        """
+        keys = {it: self._key(it) for it in chosen}
+        now = self._clock()
+        self._exchange.announce_blocking(RecordKind.LEAVING, keys.values(), now)
+        outcomes = {RecordKind.GONE: list[int](), RecordKind.STAYED: list[int]()}
+        left = set(keys.values())
+        try:
+            leased = self._exchange.leased_by_others_blocking(now)
+            for candidate, key in keys.items():
+                is_gone = (
+                    key not in leased
+                    and not self._exchange.leases.holds(key)
+                    and (not for_others or self._may_take(candidate))
+                    and self._delete(candidate, key, result)
+                )
+                if is_gone:
+                    result.evicted += Amount(candidate.size_bytes, 1)
+                else:
+                    result.held += 1
+                outcomes[RecordKind.GONE if is_gone else RecordKind.STAYED].append(key)
+                left.discard(key)
+        finally:
+            outcomes[RecordKind.STAYED].extend(left)
+            for kind, ended in outcomes.items():
+                self._exchange.announce_blocking(kind, ended, now)
+
+    def _may_take(self, candidate: Candidate) -> bool:
+        ledger = self._ledger
+        above = above_floor(ledger.quotas, ledger.usage(), candidate.tenant)
+        return above >= candidate.size_bytes
+
+    def _delete(self, candidate: Candidate, key: int, result: EvictionResult) -> bool:
+        path = f"{candidate.directory}/{candidate.name}"
+        try:
+            # Looked at again, after it was announced: pinned, used or replaced meanwhile?
+            found = self._fs.stat(path)
+            if found is None or found.is_marked or found.modified_at > candidate.used_at:
+                return False
+            if not self._open_chunks.forget_idle(path):
+                return False
+            is_gone = self._fs.unlink(path)
+        except StorageError as error:
+            result.failed += 1
+            self._skip(path)
+            log.warning("cannot evict %s, skipped for %.0f s: %s", path, _STUBBORN_S, error)
+            return False
+        self._known.discard(key)
+        if is_gone:
+            self._ledger.changed(candidate.tenant, candidate.directory, -found.size_bytes, -1)
+        self._open_chunks.close_released_blocking()
+        return is_gone
+
+    def _skip(self, path: str) -> None:
+        self._stubborn[path] = self._clock() + _STUBBORN_S
+        while len(self._stubborn) > _STUBBORN_MAX:
+            del self._stubborn[next(iter(self._stubborn))]
+
+    def _candidates(self, directory: str) -> list[Candidate]:
+        """The chunks in one directory that may go, as far as one look tells."""
+        tenant = directory[len(self._root) + 1 :].split("/", 1)[0]
+        now = self._clock()
+        found: list[Candidate] = []
+        for name in self._fs.list_dir(directory):
+            path = f"{directory}/{name}"
+            if not is_chunk_name(name) or self._stubborn.get(path, 0.0) > now:
+                continue
+            seen = self._fs.stat(path)
+            if seen is None or seen.is_marked:
+                continue
+            found.append(Candidate(tenant, directory, name, seen.size_bytes, seen.modified_at))
+        return found
+
+    def _deck(self, tenant: str | None) -> Iterator[str]:
+        """The directories to look at, each once, in random order."""
+        tenants = [tenant] if tenant is not None else self._tenants_above_floor()
+        shards = [
+            shard
+            for name in tenants
+            for namespace in visible_dirs(self._fs, f"{self._root}/{name}")
+            for shard in visible_dirs(self._fs, namespace)
+        ]
+        self._random.shuffle(shards)
+        fans = [
+            directory
+            for shard in shards[:_SHARDS_A_ROUND]
+            for directory in visible_dirs(self._fs, shard)
+        ]
+        self._random.shuffle(fans)
+        yield from fans
+
+    def _tenants_above_floor(self) -> list[str]:
+        usage = self._ledger.usage()
+        return [name for name in usage if above_floor(self._ledger.quotas, usage, name) > 0]
+
+    def _key(self, candidate: Candidate) -> int:
+        shard = candidate.directory[len(self._root) + 1 :].rpartition("/")[0]
+        return known_key(shard, bytes.fromhex(candidate.name))

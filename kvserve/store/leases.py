@@ -1,0 +1,120 @@
+"""Leases: chunks that a request has been promised, until it has fetched them or a time has passed.
+
+A lookup grants a lease on its hits, owned by the request that the client names. While it lasts,
+eviction leaves these chunks alone; a client's own delete does not. Releasing twice, or what has
+expired, is harmless; nothing that a client forgets holds a chunk for longer than its ttl.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvserve.errors import Overloaded
+
+LeaseOwner = tuple[str, str]
+"""Tenant and request."""
+
+
+@dataclass(slots=True)
+class _Lease:
+    keys: Sequence[int]
+    expires_at: float
+
+
+class Leases:
+    """The leases that this server has granted. `clock`: wall time, since other servers read the
+    expiry (`lease_files.py`). Safe from any thread; does no I/O."""
+
+    def __init__(self, *, chunks_max: int, clock: Callable[[], float]) -> None:
+        self._chunks_max = chunks_max
+        self.clock = clock
+        self._lock = threading.Lock()
+        # By owner, then by shard directory: a request of many ranks looks up each rank's chunks.
+        self._by_owner: dict[LeaseOwner, dict[str, _Lease]] = {}
+        # By chunk: how many leases hold it.
+        self._holders: dict[int, int] = {}
+        self._chunks = 0
+
+    def __repr__(self) -> str:
+        return f"<Leases {len(self._by_owner)} requests, {self._chunks} chunks>"
+
+    @property
+    def chunks(self) -> int:
+        """Leased chunks, counted once for each lease."""
+        return self._chunks
+
+    def grant(self, owner: LeaseOwner, shard: str, keys: Sequence[int], ttl_s: float) -> float:
+        """Replaces what the owner held of this shard; returns when it expires, by the clock.
+
+        Raises:
+            Overloaded: more chunks would be leased than the bound allows.
+        """
+        with self._lock:
+            self._drop(owner, shard)
+            if self._chunks + len(keys) > self._chunks_max:
+                self._drop_expired()
+            if self._chunks + len(keys) > self._chunks_max:
+                raise Overloaded(
+                    f"{self._chunks} chunks are leased (capacity.leased_chunks_max); release some "
+                    "or retry when some have expired",
+                    retry_after_s=1.0,
+                )
+            if not keys:
+                return self.clock()
+            lease = _Lease(keys, self.clock() + ttl_s)
+            self._by_owner.setdefault(owner, {})[shard] = lease
+            self._chunks += len(keys)
+            for key in keys:
+                self._holders[key] = self._holders.get(key, 0) + 1
+            return lease.expires_at
+
+    def release(self, owner: LeaseOwner) -> int:
+        """How many chunks were given free; 0 if the owner has no lease (any more)."""
+        with self._lock:
+            return sum(self._drop(owner, shard) for shard in list(self._by_owner.get(owner, ())))
+
+    def drop_expired(self) -> None:
+        with self._lock:
+            self._drop_expired()
+
+    def holds(self, key: int) -> bool:
+        """Whether a lease that was not dropped holds the chunk."""
+        with self._lock:  # else a lease that is being renewed could be missed
+            return key in self._holders
+
+    def records(self) -> list[tuple[int, float]]:
+        """Every leased chunk with the time that its lease expires."""
+        with self._lock:
+            return [
+                (key, lease.expires_at)
+                for leases in self._by_owner.values()
+                for lease in leases.values()
+                for key in lease.keys
+            ]
+
+    def _drop_expired(self) -> None:
+        now = self.clock()
+        expired = [
+            (owner, shard)
+            for owner, leases in self._by_owner.items()
+            for shard, lease in leases.items()
+            if lease.expires_at <= now
+        ]
+        for owner, shard in expired:
+            self._drop(owner, shard)
+
+    def _drop(self, owner: LeaseOwner, shard: str) -> int:
+        leases = self._by_owner.get(owner, {})
+        lease = leases.pop(shard, None)
+        if lease is None:
+            return 0
+        if not leases:
+            del self._by_owner[owner]
+        self._chunks -= len(lease.keys)
+        for key in lease.keys:
+            left = self._holders[key] - 1
+            if left:
+                self._holders[key] = left
+            else:
+                del self._holders[key]
+        return len(lease.keys)

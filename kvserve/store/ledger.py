@@ -1,0 +1,137 @@
+"""How much is stored, by tenant: counted as it happens, corrected by a count of the tree.
+
+Chunks that are being written count as soon as they are let in, so that usage never exceeds a limit
+by what is under way. Several servers share a tree: each knows its own changes at once and those of
+the others as of their last exchange (`usage_files.py`).
+
+A count of the whole tree takes a while, during which chunks come and go. The walk visits
+directories in order, so a change in a directory that it has passed is added to the count, and one
+that it will still see is not.
+"""
+
+import threading
+from collections.abc import Mapping
+
+from kvserve.policy.quota import Amount, Pressure, Quotas, chunks_allowed, pressures
+
+UsageByTenant = dict[str, Amount]
+
+
+class Ledger:
+    """Safe from any thread; does no I/O."""
+
+    def __init__(self, quotas: Quotas) -> None:
+        self.quotas = quotas
+        self._lock = threading.Lock()
+        self._reserved: UsageByTenant = {}
+        # All that was stored before this server and by others, and this server's own changes.
+        self._base: UsageByTenant = {}
+        self._own: UsageByTenant = {}
+        # The sum of the three, kept so that letting a store in costs no sum over tenants.
+        self._usage: UsageByTenant = {}
+        self._total = Amount()
+        self._cursor: tuple[str, ...] | None = None
+        self._passed: UsageByTenant = {}
+
+    def __repr__(self) -> str:
+        return f"<Ledger {self._total.size_bytes} bytes, {self._total.files} files>"
+
+    def reserve(self, tenant: str, chunk_size_bytes: int, chunks: int) -> int:
+        """Lets in as many of `chunks` new chunks as the limits allow; returns how many."""
+        with self._lock:
+            allowed = chunks_allowed(
+                self.quotas,
+                tenant,
+                own=self._usage.get(tenant, Amount()),
+                total=self._total,
+                chunk_size_bytes=chunk_size_bytes,
+            )
+            if allowed is not None:
+                chunks = min(chunks, allowed)
+            self._count(self._reserved, tenant, Amount(chunks * chunk_size_bytes, chunks))
+            return chunks
+
+    def unreserve(self, tenant: str, chunk_size_bytes: int, chunks: int) -> None:
+        """Chunks that were let in are stored (and counted as such), or will not be."""
+        with self._lock:
+            self._count(self._reserved, tenant, Amount(-chunks * chunk_size_bytes, -chunks))
+
+    def changed(self, tenant: str, directory: str, size_bytes: int, files: int) -> None:
+        """Files in `directory` came (or, negative, went) with so many bytes in all."""
+        change = Amount(size_bytes, files)
+        with self._lock:
+            self._count(self._own, tenant, change)
+            if self._cursor is not None and _place(directory) <= self._cursor:
+                _add(self._passed, tenant, change)
+
+    def usage(self) -> UsageByTenant:
+        """Stored and let in, by tenant."""
+        with self._lock:
+            return dict(self._usage)
+
+    def own_changes(self) -> UsageByTenant:
+        """What this server has stored less what it has removed, since it started."""
+        with self._lock:
+            return dict(self._own)
+
+    def set_base(self, base: Mapping[str, Amount]) -> None:
+        """What is on the tree without this server's own changes."""
+        with self._lock:
+            self._base = dict(base)
+            self._sum_up()
+
+    def pressures(self) -> list[Pressure]:
+        with self._lock:
+            return pressures(self.quotas, self._usage)
+
+    def start_count(self) -> None:
+        """A walk of the tree begins."""
+        with self._lock:
+            self._cursor, self._passed = (), {}
+
+    def pass_directory(self, directory: str) -> None:
+        """The walk is about to list this directory; they come in the order of their parts."""
+        with self._lock:
+            self._cursor = _place(directory)
+
+    def end_count(self, counted: Mapping[str, Amount]) -> tuple[UsageByTenant, UsageByTenant]:
+        """The walk has seen `counted`.
+
+        Returns what is stored now, from which on usage is counted, and this server's own changes up
+        to now, which are contained in it.
+        """
+        with self._lock:
+            found = dict(counted)
+            for tenant, change in self._passed.items():
+                _add(found, tenant, change)
+            self._cursor, self._passed = None, {}
+            self._base = {
+                tenant: found.get(tenant, Amount()) - self._own.get(tenant, Amount())
+                for tenant in {*found, *self._own}
+            }
+            self._sum_up()
+            return found, dict(self._own)
+
+    def _count(self, part: UsageByTenant, tenant: str, change: Amount) -> None:
+        _add(part, tenant, change)
+        _add(self._usage, tenant, change)
+        self._total += change
+
+    def _sum_up(self) -> None:
+        self._usage, self._total = {}, Amount()
+        for part in (self._base, self._own, self._reserved):
+            for tenant, amount in part.items():
+                _add(self._usage, tenant, amount)
+                self._total += amount
+
+
+def _add(to: UsageByTenant, tenant: str, amount: Amount) -> None:
+    # A tenant with nothing leaves no entry: names are the clients' to choose.
+    if total := to.get(tenant, Amount()) + amount:
+        to[tenant] = total
+    else:
+        to.pop(tenant, None)
+
+
+def _place(directory: str) -> tuple[str, ...]:
+    return tuple(directory.split("/"))
