@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvserve.errors import Overloaded, StorageFull, StorageUnavailable
+from kvserve.errors import Overloaded, QuotaExceeded, StorageFull, StorageUnavailable
 
 # More than a chunk has parents.
 _MKDIR_TRIES = 64
@@ -37,7 +37,9 @@ def _translated(verb: str, path: str | int) -> Iterator[None]:
     except OSError as error:
         name = errno.errorcode.get(error.errno or 0, str(error.errno))
         message = f"{verb} {path}: {name} ({error.strerror})"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno == errno.EDQUOT:
+            raise QuotaExceeded(message) from error
+        if error.errno == errno.ENOSPC:
             raise StorageFull(message) from error
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise Overloaded(f"out of file descriptors: {message}", retry_after_s=1.0) from error
@@ -47,13 +49,15 @@ def _translated(verb: str, path: str | int) -> Iterator[None]:
 class PosixFileSystem:
     """Implements `FileSystem` on the tree that the kernel shows."""
 
+    full_retries = 0
+
     def __init__(self) -> None:
         self._cached_flags = os.RWF_NOWAIT
 
     def open_read(self, path: str) -> int | None:
         with _translated("open", path):
             try:
-                return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                return _open_fresh(path)
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
@@ -194,6 +198,17 @@ class PosixFileSystem:
                 return _fd_kind(fd)
             finally:
                 os.close(fd)
+
+
+def _open_fresh(path: str) -> int:
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    try:
+        return os.open(path, flags)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+    # A directory on the way was replaced elsewhere: the system has dropped what it knew of it.
+    return os.open(path, flags)
 
 
 def _fd_kind(fd: int) -> str:
