@@ -22,11 +22,11 @@ from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_health.v1.health import aio as aio_health
 from grpc_reflection.v1alpha import reflection
 
-from kvserve.config import Config, StoreConfig
+from kvserve.config import Config, LustreConfig, StoreConfig
 from kvserve.errors import InvalidRequest, KvserveError
 from kvserve.format.messages import SERVICE
 from kvserve.frame_memory import keep_frame_memory
-from kvserve.fs import PosixFileSystem
+from kvserve.fs import open_file_system_blocking
 from kvserve.rpc.servicer import Servicer
 from kvserve.service import Service
 from kvserve.store.chunk_store import ChunkStore
@@ -80,7 +80,9 @@ class Server:
         """
         config = self._config
         loop = asyncio.get_running_loop()
-        tree = await loop.run_in_executor(self._threads, _open_tree_blocking, config.store)
+        tree = await loop.run_in_executor(
+            self._threads, _open_tree_blocking, config.store, config.lustre
+        )
         self.service = Service(tree.store, self._threads, config.limits)
         server = grpc.aio.server(options=channel_options(config.limits.message_size_bytes_max))
         server.add_generic_rpc_handlers(
@@ -154,16 +156,16 @@ class _Tree:
     file_system: str
 
 
-def _open_tree_blocking(config: StoreConfig) -> _Tree:
+def _open_tree_blocking(config: StoreConfig, lustre: LustreConfig) -> _Tree:
     """The store on a root that was just written to, and this server's claim on it."""
     if not config.root:
         raise InvalidRequest("store.root is not set: pass --root DIR or set it in the config")
-    fs = PosixFileSystem()
     root = os.path.abspath(config.root)
     # Names need not be secret, only different: seeded from the system once.
     random = Random(os.urandom(16))
-    owner = Owner(fs, root, random, lease_s=config.owner_lease_s)
     try:
+        fs = open_file_system_blocking(root, lustre)
+        owner = Owner(fs, root, random, lease_s=config.owner_lease_s)
         owner.claim_blocking()
         store = ChunkStore(
             fs,
