@@ -9,7 +9,13 @@ import contextlib
 from collections.abc import Sequence
 from functools import cached_property
 
-from kvserve.errors import KvserveError, StorageError, StorageUnavailable
+from kvserve.errors import (
+    KvserveError,
+    QuotaExceeded,
+    StorageError,
+    StorageFull,
+    StorageUnavailable,
+)
 from kvserve.format.chunk_file import ChunkGeometry
 from kvserve.fs import FileSystem
 from kvserve.model import ChunkKey, ChunkStatus, Descriptor, Verdict
@@ -56,6 +62,17 @@ class ChunkStore:
             StorageError: with the step, the path and the errno that refused.
         """
         self.fs.make_dirs(self.root)
+        for retries_left in range(self.fs.full_retries, -1, -1):
+            try:
+                self._probe_root_blocking()
+            except StorageFull as error:
+                # Else one full storage target of many could keep a server from starting.
+                if isinstance(error, QuotaExceeded) or not retries_left:
+                    raise
+            else:
+                return
+
+    def _probe_root_blocking(self) -> None:
         # A name of its own: servers start together, with the same pid in their containers.
         probe, fd = create_temp_blocking(
             self.fs, f"{self.root}/probe", self._names, survives_power_loss=False

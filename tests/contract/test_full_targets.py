@@ -12,6 +12,7 @@ import pytest
 from kvserve.errors import QuotaExceeded, StorageError, StorageFull, StorageUnavailable
 from kvserve.fs import FileSystem
 from kvserve.store.namespaces import Namespaces
+from kvserve.store.owners import Owner
 from kvserve.store.paths import TempNames, namespace_dir
 from kvserve.store.temp_file import TempFile
 from kvserve.testing.faulty_fs import CHANGING, READING
@@ -248,3 +249,34 @@ def test_an_identity_file_moves_too(tmp_path: Path) -> None:
     (written,) = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert written == tmp_path / namespace_dir(key) / "identity"
     assert written.read_bytes() == key.identity.encoded
+
+
+class TestStart:
+    """One full target of many keeps no server from starting."""
+
+    def start(self, fs: FullTargetsFileSystem, root: Path) -> str:
+        owner = Owner(fs, str(root), Random(1), lease_s=60.0)
+        owner.claim_blocking()
+        Tree(root, fs=fs).store.check_root_blocking()
+        return owner.tag
+
+    def test_claim_and_probe_move(self, root: Path) -> None:
+        fs = FullTargetsFileSystem(targets=2)
+        before = open_files()
+        tag = self.start(fs, root)
+        assert fs.created == 4, "each was refused once"
+        assert Tree(root).files() == [f".servers/{tag}"]
+        assert open_files() == before
+
+    @pytest.mark.parametrize(("has_quota", "files"), [(False, 4), (True, 1)])
+    def test_all_full_is_said(self, root: Path, has_quota: bool, files: int) -> None:
+        fs = FullTargetsFileSystem(targets=1)
+        fs.has_quota = has_quota
+        before = open_files()
+        with pytest.raises(StorageFull):
+            self.start(fs, root)
+        with pytest.raises(StorageFull):
+            Tree(root, fs=fs).store.check_root_blocking()
+        assert fs.created == 2 * files
+        assert Tree(root).files() == []
+        assert open_files() == before
