@@ -184,6 +184,43 @@ class LimitsConfig(_Section):
     )
 
 
+class LustreConfig(_Section):
+    """[lustre]; read only where the root lies on Lustre."""
+
+    stripe_count: int = Field(
+        1,
+        ge=0,
+        le=2000,
+        description="Storage targets (OSTs) a new chunk file lies on; 0 leaves the root's layout.",
+    )
+    stripe_size_bytes: ByteSize = Field(
+        ByteSize(0),
+        ge=0,
+        le=(4 << 30) - (64 << 10),
+        multiple_of=64 << 10,
+        description="Bytes on a target before the next; multiple of 64 KiB, 0: the file system's.",
+    )
+    dom_size_bytes: ByteSize = Field(
+        ByteSize(0),
+        ge=0,
+        le=1 << 30,
+        multiple_of=64 << 10,
+        description="First bytes of a file, kept on its MDT; multiple of 64 KiB, 0: none.",
+    )
+    mdt_count: int = Field(
+        0,
+        ge=0,
+        le=2000,
+        description="Metadata targets (MDTs) a new directory is spread over; 0 leaves the root's.",
+    )
+
+    @model_validator(mode="after")
+    def _layout_is_set(self) -> "LustreConfig":
+        if not self.stripe_count and (self.stripe_size_bytes or self.dom_size_bytes):
+            raise ValueError("stripe_size_bytes, dom_size_bytes need a stripe_count above 0")
+        return self
+
+
 class Config(_Section):
     """All settings of one server process."""
 
@@ -194,6 +231,7 @@ class Config(_Section):
         {}, description="By name of the tenant, in a table [tenants.NAME]."
     )
     limits: LimitsConfig = LimitsConfig()
+    lustre: LustreConfig = LustreConfig()
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> "Config":

@@ -13,7 +13,8 @@ KvserveError
 │   ├── ServerUnavailable      UNAVAILABLE          retry: no server answers, or it drains
 │   └── ServerFault            INTERNAL             a defect; the server's log has the stack
 └── StorageError
-    ├── StorageFull            RESOURCE_EXHAUSTED   no space or quota left
+    ├── StorageFull            RESOURCE_EXHAUSTED   no space left
+    │   └── QuotaExceeded          RESOURCE_EXHAUSTED   no quota left
     └── StorageUnavailable     UNAVAILABLE          retry: EIO, ESTALE, ETIMEDOUT, ...
 ```
 
@@ -101,9 +102,13 @@ class StorageError(KvserveError):
 
 
 class StorageFull(StorageError):
-    """ENOSPC or EDQUOT: make room or raise the quota."""
+    """ENOSPC: make room. On Lustre one full storage target is enough; another may have room."""
 
     code = "RESOURCE_EXHAUSTED"
+
+
+class QuotaExceeded(StorageFull):
+    """EDQUOT: raise the quota or make room; wherever the next file lands, it is refused too."""
 
 
 class StorageUnavailable(StorageError):
@@ -118,9 +123,13 @@ class MalformedMessage(ValueError):
     is a `ServerFault`: whoever sent it has the defect."""
 
 
-def leaves(root: type[KvserveError] = KvserveError) -> list[type[KvserveError]]:
-    """The classes that are raised: those without subclasses."""
+_BRANCHES = (RequestError, TransferError, StorageError)
+
+
+def raised_classes(root: type[KvserveError] = KvserveError) -> list[type[KvserveError]]:
+    """The classes that are raised: all but the root and its three branches."""
     found: list[type[KvserveError]] = []
     for cls in root.__subclasses__():
-        found.extend(leaves(cls) or [cls])
+        found.extend([] if cls in _BRANCHES else [cls])
+        found.extend(raised_classes(cls))
     return found

@@ -9,7 +9,7 @@ from random import Random
 
 from kvserve.config import CapacityConfig, Config, StoreConfig
 from kvserve.errors import InvalidRequest, KvserveError
-from kvserve.fs import FileSystem, PosixFileSystem
+from kvserve.fs import FileSystem, open_file_system_blocking
 from kvserve.policy.quota import Amount, Quotas, TenantQuota
 from kvserve.store.chunk_store import ChunkStore, StorePolicy
 from kvserve.store.departures import Departures
@@ -56,12 +56,12 @@ def open_tree_blocking(config: Config) -> Tree:
     """
     if not config.store.root:
         raise InvalidRequest("store.root is not set: pass --root DIR or set it in the config")
-    fs = PosixFileSystem()
     root = os.path.abspath(config.store.root)
     # Names need not be secret, only different: seeded from the system once.
     random = Random(os.urandom(16))
-    owner = Owner(fs, root, random, lease_s=config.store.owner_lease_s)
     try:
+        fs = open_file_system_blocking(root, config.lustre)
+        owner = Owner(fs, root, random, lease_s=config.store.owner_lease_s)
         owner.claim_blocking()
         tree = build_tree(fs, root, config, owner, random)
         tree.store.check_root_blocking()

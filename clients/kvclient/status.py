@@ -16,10 +16,10 @@ from kvserve.errors import (
     ServerFault,
     ServerUnavailable,
     TransferCancelled,
-    leaves,
+    raised_classes,
 )
 
-_BY_NAME = {cls.__name__: cls for cls in leaves()}
+_BY_NAME = {cls.__name__: cls for cls in raised_classes()}
 # Statuses that gRPC itself makes, without our metadata.
 _BY_CODE: dict[grpc.StatusCode, type[KvserveError]] = {
     # Our own cancels raise `CancelledError`: this one, like INTERNAL and UNKNOWN without our

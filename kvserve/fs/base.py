@@ -6,8 +6,9 @@ Contract for every implementation (and for every test double):
   at once only through the positional verbs.
 * A missing file is a value where a caller expects it (`open_read`, `unlink`, `size`), never an
   exception.
-* Everything else that the system refuses is `StorageFull`, `StorageUnavailable` or `Overloaded`
-  (out of file descriptors), whose message has the verb, the path and the errno's name.
+* Everything else that the system refuses is `StorageFull`, its `QuotaExceeded`,
+  `StorageUnavailable` or `Overloaded` (out of file descriptors), whose message has the verb, the
+  path and the errno's name.
 """
 
 from dataclasses import dataclass
@@ -26,6 +27,13 @@ class FileStat:
 
 class FileSystem(Protocol):
     """See the module's text for what all verbs share."""
+
+    @property
+    def full_retries(self) -> int:
+        """How often a new file may have the room that another was refused with `StorageFull`.
+
+        0 where space is one pool; more where each file has its own part of it.
+        """
 
     def open_read(self, path: str) -> int | None:
         """A descriptor for reading, or None if there is no such file."""

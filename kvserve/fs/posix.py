@@ -7,7 +7,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvserve.errors import Overloaded, StorageFull, StorageUnavailable
+from kvserve.errors import Overloaded, QuotaExceeded, StorageFull, StorageUnavailable
 from kvserve.fs.base import FileStat
 
 _MODE = 0o640
@@ -41,7 +41,9 @@ def _translated(verb: str, path: str | int) -> Iterator[None]:
     except OSError as error:
         name = errno.errorcode.get(error.errno or 0, str(error.errno))
         message = f"{verb} {path}: {name} ({error.strerror})"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno == errno.EDQUOT:
+            raise QuotaExceeded(message) from error
+        if error.errno == errno.ENOSPC:
             raise StorageFull(message) from error
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise Overloaded(f"out of file descriptors: {message}", retry_after_s=1.0) from error
@@ -51,13 +53,15 @@ def _translated(verb: str, path: str | int) -> Iterator[None]:
 class PosixFileSystem:
     """Implements `FileSystem` on the tree that the kernel shows."""
 
+    full_retries = 0
+
     def __init__(self) -> None:
         self._cached_flags = os.RWF_NOWAIT
 
     def open_read(self, path: str) -> int | None:
         with _translated("open", path):
             try:
-                return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                return _open_fresh(path)
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
@@ -215,6 +219,17 @@ class PosixFileSystem:
 
 def _file_stat(found: os.stat_result) -> FileStat:
     return FileStat(found.st_size, found.st_mtime, bool(found.st_mode & stat.S_IXUSR))
+
+
+def _open_fresh(path: str) -> int:
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    try:
+        return os.open(path, flags)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+    # A directory on the way was replaced elsewhere: the system has dropped what it knew of it.
+    return os.open(path, flags)
 
 
 def _fd_kind(fd: int) -> str:

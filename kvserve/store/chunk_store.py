@@ -11,7 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvserve.errors import KvserveError, StorageError
+from kvserve.errors import (
+    KvserveError,
+    QuotaExceeded,
+    StorageError,
+    StorageFull,
+    StorageUnavailable,
+)
 from kvserve.format.chunk_file import ChunkGeometry
 from kvserve.fs import FileSystem
 from kvserve.model import ChunkKey, ChunkStatus, Descriptor, Verdict
@@ -79,6 +85,17 @@ class ChunkStore:
             StorageError: with the step, the path and the errno that refused.
         """
         self.fs.make_dirs(self.root)
+        for retries_left in range(self.fs.full_retries, -1, -1):
+            try:
+                self._probe_root_blocking()
+            except StorageFull as error:
+                # Else one full storage target of many could keep a server from starting.
+                if isinstance(error, QuotaExceeded) or not retries_left:
+                    raise
+            else:
+                return
+
+    def _probe_root_blocking(self) -> None:
         # A name of its own: servers start together, with the same pid in their containers.
         probe, fd = create_temp_blocking(
             self.fs, f"{self.root}/probe", self._names, survives_power_loss=False
@@ -166,20 +183,34 @@ class ChunkStore:
         """Fills `into` from one slice; a fault if the file ends early or cannot be read."""
         offset = chunk.offsets[layer_index] + slice_offset
         try:
-            fd = chunk.fd if chunk.fd is not None else self.fs.open_read(chunk.path)
-            if fd is None:
+            got = self._read_blocking(chunk, offset, into)
+            if got is None:
                 return Verdict(ChunkStatus.MISS_ABSENT, "deleted while being read")
-            try:
-                got = self.fs.read_into(fd, into, offset)
-            finally:
-                if chunk.fd is None:
-                    self.fs.close(fd)
         except KvserveError as error:
             self.open_chunks.forget(chunk.path)
             return Verdict(ChunkStatus.MISS_ERROR, str(error))
         if got < len(into):
             return Verdict(ChunkStatus.MISS_CORRUPT, f"layer {layer_index} is cut short")
         return None
+
+    def _read_blocking(self, chunk: OpenChunk, offset: int, into: memoryview) -> int | None:
+        """Bytes read, None if the file is gone; a descriptor that went bad is replaced once."""
+        fd = chunk.fd
+        if fd is None:
+            fd = self.fs.open_read(chunk.path)
+            if fd is None:
+                return None
+            try:
+                return self.fs.read_into(fd, into, offset)
+            finally:
+                self.fs.close(fd)
+        try:
+            return self.fs.read_into(fd, into, offset)
+        except StorageUnavailable:
+            if not self.open_chunks.reopen_blocking(chunk, fd):
+                raise
+        assert chunk.fd is not None
+        return self.fs.read_into(chunk.fd, into, offset)
 
     def read_cached(
         self, chunk: OpenChunk, layer_index: int, slice_offset: int, into: memoryview

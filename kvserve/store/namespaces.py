@@ -7,12 +7,11 @@ names a namespace that the tenant does not have, the identities the tenant does 
 
 from collections import OrderedDict
 
-from kvserve.errors import StorageError
 from kvserve.format.identity import differences, model_of
 from kvserve.fs import FileSystem
 from kvserve.model import ChunkKey
 from kvserve.store.paths import IDENTITY_NAME, TempNames, chunk_path, namespace_dir
-from kvserve.store.temp_file import create_temp_blocking
+from kvserve.store.temp_file import TempFile
 
 _KNOWN_MAX = 4096
 _SIBLINGS_MAX = 16
@@ -38,18 +37,18 @@ class Namespaces:
             return
         path = f"{directory}/{IDENTITY_NAME}"
         if self._fs.stat(path) is None:
-            temp, fd = create_temp_blocking(
-                self._fs, path, self._names, survives_power_loss=self._survives_power_loss
+            file = TempFile(
+                self._fs,
+                None,
+                self._names,
+                path=path,
+                survives_power_loss=self._survives_power_loss,
             )
             try:
-                try:
-                    self._fs.write_all(fd, key.identity.encoded, 0)
-                finally:
-                    self._fs.close(fd)
-                self._fs.rename(temp, path)
-            except StorageError:
-                self._fs.unlink(temp)
-                raise
+                file.write_blocking(key.identity.encoded, 0)
+                file.publish_blocking()
+            finally:
+                file.abandon_blocking()
         self._known[directory] = None
         while len(self._known) > _KNOWN_MAX:
             self._known.popitem(last=False)

@@ -33,11 +33,17 @@ class OpenChunk:
     path: str
     fd: int | None
     checksums: tuple[int, ...]
-    offsets: tuple[int, ...]
+    geometry: ChunkGeometry
+    chunk_hash: bytes
     used_at: float = 0.0
+    broken_fd: int | None = None
     users: int = 1
     is_forgotten: bool = False
     idle_since: float = 0.0
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        return self.geometry.slice_offsets
 
 
 class OpenChunks:
@@ -111,7 +117,7 @@ class OpenChunks:
         finally:
             if not keeps_fd:
                 self._fs.close(fd)
-        chunk = OpenChunk(path, fd if keeps_fd else None, found, geometry.slice_offsets, used_at)
+        chunk = OpenChunk(path, fd if keeps_fd else None, found, geometry, chunk_hash, used_at)
         if keeps_fd:
             with self._lock:
                 if path not in self._by_path:
@@ -120,6 +126,38 @@ class OpenChunks:
                     chunk.is_forgotten = True
         return chunk
 
+    def reopen_blocking(self, chunk: OpenChunk, broken_fd: int) -> bool:
+        """Gives a chunk in use another descriptor in the place of one that cannot be read any more.
+
+        An evicted Lustre client, a lost mount: what was open before stays broken, a new open may
+        work. Once for each chunk, and only if its name still stands for the same bytes. The broken
+        one stays open as long as the chunk: other threads may be using its number.
+
+        Raises:
+            StorageError, Overloaded: the file system refused.
+        """
+        if chunk.broken_fd is not None:
+            return chunk.fd != broken_fd
+        fd = self._fs.open_read(chunk.path)
+        if fd is None:
+            return False
+        is_used = False
+        try:
+            header = bytearray(chunk.geometry.header_size_bytes)
+            got = self._fs.read_into(fd, memoryview(header), 0)
+            found = chunk.geometry.decode_header(chunk.chunk_hash, bytes(header[:got]))
+            if found == chunk.checksums and self.take_blocking():
+                with self._lock:
+                    is_used = chunk.broken_fd is None
+                    if is_used:
+                        chunk.fd, chunk.broken_fd = fd, chunk.fd
+                if not is_used:
+                    self.give()
+        finally:
+            if not is_used:
+                self._fs.close(fd)
+        return chunk.fd != broken_fd
+
     def release(self, chunk: OpenChunk) -> None:
         """The transfer is done with it. Does no I/O: descriptors are closed by a later opener."""
         with self._lock:
@@ -127,7 +165,7 @@ class OpenChunks:
             if chunk.users or chunk.fd is None:
                 return
             if chunk.is_forgotten:
-                self._to_close.append(chunk.fd)
+                self._close_later(chunk)
             else:
                 chunk.idle_since = self._clock()
                 self._idle[chunk.path] = chunk
@@ -139,8 +177,11 @@ class OpenChunks:
             if chunk is None:
                 return
             chunk.is_forgotten = True
-            if self._idle.pop(path, None) is not None and chunk.fd is not None:
-                self._to_close.append(chunk.fd)
+            if self._idle.pop(path, None) is not None:
+                self._close_later(chunk)
+
+    def _close_later(self, chunk: OpenChunk) -> None:
+        self._to_close += [fd for fd in (chunk.fd, chunk.broken_fd) if fd is not None]
 
     def forget_idle(self, path: str) -> bool:
         """The same unless a transfer is using it; says whether nobody was."""

@@ -12,7 +12,7 @@ import os
 import socket
 from random import Random
 
-from kvserve.errors import StorageError
+from kvserve.errors import QuotaExceeded, StorageError, StorageFull
 from kvserve.fs import FileSystem
 from kvserve.store.paths import SERVERS_DIR, new_tag
 
@@ -38,6 +38,7 @@ class Owner:
         """
         self._fs.make_dirs(self._root)
         self._fs.make_dirs(self._directory)
+        retries_left = self._fs.full_retries
         for _ in range(_TRIES):
             tag = new_tag(self._random)
             try:
@@ -46,9 +47,16 @@ class Owner:
                 continue
             assert fd is not None, f"{self._directory} vanished"
             try:
-                self._write(fd)
-            finally:
-                self._fs.close(fd)
+                try:
+                    self._write(fd)
+                finally:
+                    self._fs.close(fd)
+            except StorageFull as error:
+                self._fs.unlink(self._path(tag))
+                if isinstance(error, QuotaExceeded) or not retries_left:
+                    raise
+                retries_left -= 1
+                continue
             self.tag = tag
             return
         raise StorageError(f"no free server tag in {self._directory}: remove what is left there")

@@ -13,28 +13,19 @@ Order is the whole design:
 
 Losing a race to another writer of the same chunk is success: same name, same bytes, and rename
 replaces whole. A writer that fails or is abandoned removes its file; one that is killed leaves a
-dot name that no reader looks at.
+dot name that no reader looks at. What happens where there is no space left: `temp_file.py`.
 """
 
-import threading
 from collections.abc import Callable
-from typing import Protocol
 
-from kvserve.errors import StorageError
+from kvserve.errors import StorageError, StorageUnavailable
 from kvserve.format.chunk_file import ChunkGeometry
+from kvserve.format.verify import SliceVerifier
 from kvserve.fs import FileSystem
 from kvserve.store.paths import TempNames
-from kvserve.store.temp_file import create_temp_blocking
+from kvserve.store.temp_file import OpenFiles, TempFile
 
-
-class OpenFiles(Protocol):
-    """The bound on open descriptors; see `OpenChunks`."""
-
-    def take_blocking(self) -> bool:
-        """Counts a descriptor in; False if there is no room for one."""
-
-    def give(self) -> None:
-        """Counts a descriptor out."""
+_PIECE_SIZE_BYTES = 1 << 20
 
 
 class ChunkWriter:
@@ -59,94 +50,71 @@ class ChunkWriter:
         self.path = path
         self._published_blocking = published_blocking
         self._fs = fs
-        self._files = files
-        self._names = names
         self._geometry = geometry
         self._chunk_hash = chunk_hash
         self._survives_power_loss = survives_power_loss
-        self._temp: str | None = None
-        self._opening = threading.Lock()
-        self._fd: int | None = None
+        self._file = TempFile(fs, files, names, path=path, survives_power_loss=survives_power_loss)
 
     def write_blocking(self, layer_index: int, slice_offset: int, data: memoryview) -> None:
         """Writes a piece of a slice; `slice_offset` counts from the slice's start.
 
         The first write creates the file, its directory too if need be.
         """
-        with self._opening:
-            if self._temp is None:
-                self._open_blocking()
-        self._write(data, self._geometry.slice_offsets[layer_index] + slice_offset)
-
-    def _open_blocking(self) -> None:
-        self._temp, fd = create_temp_blocking(
-            self._fs, self.path, self._names, survives_power_loss=self._survives_power_loss
-        )
-        if self._files.take_blocking():
-            self._fd = fd
-        else:
-            self._fs.close(fd)
+        self._file.write_blocking(data, self._geometry.slice_offsets[layer_index] + slice_offset)
 
     @property
     def is_open(self) -> bool:
         """There is a temporary file: to be committed or abandoned."""
-        return self._temp is not None
+        return self._file.is_open
 
     def commit_blocking(self, slice_checksums: list[int]) -> None:
         """Steps 3 to 7. On an error nothing is visible and the temporary file is gone."""
-        assert self._temp is not None, "commit before the first write"
+        assert self.is_open, "commit before the first write"
         try:
             header = self._geometry.encode_header(self._chunk_hash, slice_checksums)
             # The last slice is padded to the alignment: the file ends on a whole block.
             end = self._geometry.slice_offsets[-1] + self._geometry.layout.slice_sizes[-1]
             padding = self._geometry.file_size_bytes - end
             if padding:
-                self._write(bytes(padding), end)
-            self._write(header, 0)
-            self._finish_file()
-            replaced = self._fs.stat(self.path)
-            if replaced is not None and replaced.is_marked:
-                self._fs.mark(self._temp, is_marked=True)  # a pin stays
-            self._fs.rename(self._temp, self.path)
-            self._temp = None
+                self._file.write_blocking(bytes(padding), end)
+            self._file.write_blocking(header, 0)
+            if self._file.has_moved:
+                self._check_slices(slice_checksums)
+            is_new = self._file.publish_blocking()
             if self._survives_power_loss:
                 self._sync_name()
-            self._published_blocking(replaced is None)
+            self._published_blocking(is_new)
         finally:
             self.abandon_blocking()
 
     def abandon_blocking(self) -> None:
         """Removes what was written; does nothing after a commit. May be called twice."""
-        try:
-            if self._fd is not None:
-                fd, self._fd = self._fd, None
-                self._files.give()
-                self._fs.close(fd)
-        finally:
-            if self._temp is not None:
-                temp, self._temp = self._temp, None
-                self._fs.unlink(temp)
+        self._file.abandon_blocking()
 
-    def _write(self, data: bytes | memoryview, offset: int) -> None:
-        if self._fd is not None:
-            self._fs.write_all(self._fd, data, offset)
-            return
-        with_fd = self._reopen()
-        try:
-            self._fs.write_all(with_fd, data, offset)
-        finally:
-            self._fs.close(with_fd)
+    def _check_slices(self, slice_checksums: list[int]) -> None:
+        """Reads back what was moved from a full part of the file system.
 
-    def _finish_file(self) -> None:
-        fd = self._fd if self._fd is not None else self._reopen()
-        if self._fd is not None:
-            self._fd = None
-            self._files.give()
-        try:
-            if self._survives_power_loss:
-                self._fs.sync(fd)
-        finally:
-            self._fs.close(fd)
+        Raises:
+            StorageUnavailable: that part had lost what it had taken.
+        """
+        piece = memoryview(bytearray(_PIECE_SIZE_BYTES))
+        for layer_index, size in enumerate(self._geometry.layout.slice_sizes):
+            verifier = SliceVerifier()
+            for start in range(0, size, len(piece)):
+                part = piece[: size - start]
+                got = self._file.read_blocking(
+                    part, self._geometry.slice_offsets[layer_index] + start
+                )
+                if got < len(part) or not verifier.check(
+                    part,
+                    slice_offset=start,
+                    ends_slice=start + len(part) == size,
+                    expected=slice_checksums[layer_index],
+                ):
+                    raise StorageUnavailable(
+                        f"{self.path}: layer {layer_index} was lost where there was no space left; "
+                        "store it again"
+                    )
 
     def _sync_name(self) -> None:
         try:
@@ -155,7 +123,3 @@ class ChunkWriter:
             # Else a repeated put would find the chunk and acknowledge what may not survive.
             self._fs.unlink(self.path)
             raise
-
-    def _reopen(self) -> int:
-        assert self._temp is not None
-        return self._fs.open_write(self._temp)

@@ -1,9 +1,31 @@
-"""New files under temporary names: see `paths.TempNames` for their form."""
+"""Files that grow under a temporary name; see `paths.TempNames` for its form.
 
+Where each file has its own part of the space (Lustre: its storage targets), a full part is left:
+what was written moves to a new temporary file, which lands elsewhere, and the refused write is done
+again there, with at most `FileSystem.full_retries` new files in all. What fills up may have lost
+what it had taken before, so whoever publishes a file that `has_moved` reads it back first.
+"""
+
+import threading
+from contextlib import suppress
+from typing import Protocol
+
+from kvserve.errors import QuotaExceeded, StorageError, StorageFull
 from kvserve.fs import FileSystem
 from kvserve.store.paths import TempNames
 
 _TRIES = 8
+_PIECE_SIZE_BYTES = 1 << 20
+
+
+class OpenFiles(Protocol):
+    """The bound on open descriptors; see `OpenChunks`."""
+
+    def take_blocking(self) -> bool:
+        """Counts a descriptor in; False if there is no room for one."""
+
+    def give(self) -> None:
+        """Counts a descriptor out."""
 
 
 def create_temp_blocking(
@@ -31,3 +53,204 @@ def create_temp_blocking(
         if fd is not None:
             return temp, fd
     raise AssertionError(f"no free temporary name beside {path}")
+
+
+class TempFile:
+    """The file that will be `path`. Ends with `publish_blocking` or `abandon_blocking`.
+
+    Writes may come from several threads at once; everything else only when no write runs. `files`
+    counts its descriptor; None for a file that is written at once.
+    """
+
+    def __init__(
+        self,
+        fs: FileSystem,
+        files: OpenFiles | None,
+        names: TempNames,
+        *,
+        path: str,
+        survives_power_loss: bool,
+    ) -> None:
+        self.path = path
+        self.has_moved = False
+        self._fs = fs
+        self._files = files
+        self._names = names
+        self._survives_power_loss = survives_power_loss
+        self._temp: str | None = None
+        # None also while there is no room for one: then the file is opened for each write.
+        self._fd: int | None = None
+        # A file that this one has left, until it is removed.
+        self._left: str | None = None
+        self._retries = fs.full_retries
+        # Threads that write now. A move closes the descriptor, so it waits until there are none.
+        self._writing = 0
+        self._changed = threading.Condition()
+
+    @property
+    def is_open(self) -> bool:
+        """There is a file: to be published or abandoned."""
+        return self._temp is not None
+
+    def write_blocking(self, data: bytes | memoryview, offset: int) -> None:
+        """The first write creates the file, its directory too if need be."""
+        while True:
+            with self._changed:
+                if self._temp is None:
+                    self._open()
+                temp, fd = self._temp, self._fd
+                assert temp is not None
+                self._writing += 1
+            try:
+                self._write(temp, fd, data, offset)
+                return
+            except StorageFull as error:
+                full = error
+            finally:
+                with self._changed:
+                    self._writing -= 1
+                    self._changed.notify_all()
+            with self._changed:
+                while self._writing:
+                    self._changed.wait()
+                if self._temp == temp:  # else another thread has moved it meanwhile
+                    self._move(full)
+
+    def read_blocking(self, into: memoryview, offset: int) -> int:
+        """Reads back; like `FileSystem.read_into`."""
+        fd = self._fd if self._fd is not None else self._reopen()
+        try:
+            return self._fs.read_into(fd, into, offset)
+        finally:
+            if self._fd is None:
+                self._fs.close(fd)
+
+    def publish_blocking(self) -> bool:
+        """Closes the file, synced if it has to survive power loss, and gives it its name.
+
+        False if it replaced another file, whose mark (a pin) it keeps.
+        """
+        fd = self._give_up_fd()
+        if fd is None:
+            fd = self._reopen()
+        try:
+            if self._survives_power_loss:
+                self._fs.sync(fd)
+        finally:
+            self._fs.close(fd)
+        assert self._temp is not None
+        replaced = self._fs.stat(self.path)
+        if replaced is not None and replaced.is_marked:
+            self._fs.mark(self._temp, is_marked=True)
+        self._fs.rename(self._temp, self.path)
+        self._temp = None
+        return replaced is None
+
+    def abandon_blocking(self) -> None:
+        """Removes what was written; does nothing once published. May be called twice."""
+        fd = self._give_up_fd()
+        temp, self._temp = self._temp, None
+        try:
+            if fd is not None:
+                self._fs.close(fd)
+        finally:
+            try:
+                self._remove_left()
+            finally:
+                if temp is not None:
+                    self._fs.unlink(temp)
+
+    def _open(self) -> None:
+        while True:
+            try:
+                self._temp, fd = self._create()
+                break
+            except StorageFull as full:
+                self._use_retry(full)
+        if self._files is None or self._files.take_blocking():
+            self._fd = fd
+        else:
+            self._fs.close(fd)
+
+    def _give_up_fd(self) -> int | None:
+        fd, self._fd = self._fd, None
+        if fd is not None and self._files is not None:
+            self._files.give()
+        return fd
+
+    def _create(self) -> tuple[str, int]:
+        return create_temp_blocking(
+            self._fs, self.path, self._names, survives_power_loss=self._survives_power_loss
+        )
+
+    def _use_retry(self, full: StorageFull) -> None:
+        if isinstance(full, QuotaExceeded) or not self._fs.full_retries:
+            raise full
+        if not self._retries:
+            raise StorageFull(f"{full}, as {self._fs.full_retries} files before it") from full
+        self._retries -= 1
+
+    def _write(self, temp: str, fd: int | None, data: bytes | memoryview, offset: int) -> None:
+        if fd is not None:
+            self._fs.write_all(fd, data, offset)
+            return
+        fd = self._fs.open_write(temp)
+        try:
+            self._fs.write_all(fd, data, offset)
+        finally:
+            self._fs.close(fd)
+
+    def _move(self, full: StorageFull) -> None:
+        """Moves to a file with room. Nobody writes meanwhile."""
+        is_moved = False
+        while not is_moved:
+            self._use_retry(full)
+            try:
+                self._move_once()
+                is_moved = True
+            except StorageFull as error:
+                full = error
+            finally:
+                self._remove_left()
+
+    def _move_once(self) -> None:
+        """A copy takes the file's place; what is then useless, the old or the new, is `_left`."""
+        self._left, new_fd = self._create()
+        try:
+            self._copy(new_fd)
+        except BaseException:
+            self._close_quietly(new_fd)
+            raise
+        if self._fd is None:
+            self._fs.close(new_fd)
+        else:
+            self._close_quietly(self._fd)
+            self._fd = new_fd
+        self._temp, self._left = self._left, self._temp
+        self.has_moved = True
+
+    def _remove_left(self) -> None:
+        if self._left is not None:
+            self._fs.unlink(self._left)
+            self._left = None
+
+    def _copy(self, target: int) -> None:
+        fd = self._fd if self._fd is not None else self._reopen()
+        try:
+            piece = memoryview(bytearray(_PIECE_SIZE_BYTES))
+            offset = 0
+            while got := self._fs.read_into(fd, piece, offset):
+                self._fs.write_all(target, piece[:got], offset)
+                offset += got
+        finally:
+            if self._fd is None:
+                self._close_quietly(fd)
+
+    def _close_quietly(self, fd: int) -> None:
+        # Of a file that is left: what was lost with it is found when the new one is read back.
+        with suppress(StorageError):
+            self._fs.close(fd)
+
+    def _reopen(self) -> int:
+        assert self._temp is not None
+        return self._fs.open_write(self._temp)

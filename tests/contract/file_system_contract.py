@@ -63,6 +63,12 @@ class FileSystemContract(ABC):
         for fd in fds:
             fs.close(fd)
 
+    # full_retries
+
+    def test_full_retries_are_few(self, fs: FileSystem) -> None:
+        """Each costs a copy of the file."""
+        assert 0 <= fs.full_retries <= 3
+
     # open_read
 
     def test_open_read_of_a_missing_file_is_none(self, fs: FileSystem, tree: str) -> None:

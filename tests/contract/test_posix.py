@@ -9,14 +9,14 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from kvserve.errors import Overloaded, StorageFull, StorageUnavailable
+from kvserve.errors import Overloaded, QuotaExceeded, StorageFull, StorageUnavailable
 from kvserve.fs import FileSystem, PosixFileSystem
 from tests.contract.file_system_contract import KV, FileSystemContract
 
 SHARED_MEMORY = Path("/dev/shm")
 
 
-class _OnDisk(FileSystemContract):
+class OnDisk(FileSystemContract):
     @pytest.fixture
     def fs(self) -> FileSystem:
         return PosixFileSystem()
@@ -29,7 +29,7 @@ class _OnDisk(FileSystemContract):
         return Path(path).read_bytes() if Path(path).exists() else None
 
 
-class TestPosix(_OnDisk):
+class TestPosix(OnDisk):
     @pytest.fixture
     def tree(self, tmp_path: Path) -> str:
         return str(tmp_path)
@@ -38,7 +38,7 @@ class TestPosix(_OnDisk):
 @pytest.mark.skipif(
     not os.access(SHARED_MEMORY, os.W_OK), reason="no writable tmpfs at /dev/shm on this machine"
 )
-class TestPosixInMemory(_OnDisk):
+class TestPosixInMemory(OnDisk):
     """tmpfs refuses RWF_NOWAIT and never waits for a device."""
 
     @pytest.fixture
@@ -155,3 +155,46 @@ def test_descriptors_are_not_inherited(tmp_path: Path) -> None:
     assert not os.get_inheritable(again)
     fs.close(fd)
     fs.close(again)
+
+
+@pytest.mark.parametrize(("fails", "opens"), [(1, True), (2, False)])
+def test_a_stale_open_is_tried_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: int, opens: bool
+) -> None:
+    """ESTALE: a directory on the way was replaced by another client."""
+    (tmp_path / "file").write_bytes(KV)
+    real_open, calls = os.open, []
+
+    def stale_open(path: str, flags: int, *more: int) -> int:
+        calls.append(path)
+        if len(calls) <= fails:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return real_open(path, flags, *more)
+
+    monkeypatch.setattr("kvserve.fs.posix.os.open", stale_open)
+    fs = PosixFileSystem()
+    if opens:
+        fd = fs.open_read(str(tmp_path / "file"))
+        assert fd is not None
+        fs.close(fd)
+    else:
+        with pytest.raises(StorageUnavailable, match=r"open .*: ESTALE"):
+            fs.open_read(str(tmp_path / "file"))
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [(errno.ENOSPC, StorageFull), (errno.EDQUOT, QuotaExceeded)]
+)
+def test_no_space_and_no_quota_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[StorageFull]
+) -> None:
+    """The first may pass with the next file, the second does not."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("kvserve.fs.posix.os.open", refuse)
+    with pytest.raises(StorageFull) as caught:
+        PosixFileSystem().create(str(tmp_path / "file"))
+    assert type(caught.value) is kind

@@ -22,6 +22,7 @@ from kvserve.service import Service
 from kvserve.store.owners import Owner
 from kvserve.store.sweep import sweep_blocking
 from kvserve.testing.faulty_fs import CHANGING, READING, FaultyFileSystem
+from kvserve.testing.full_targets import FullTargetsFileSystem
 from tests.payload import payload_for, small_descriptor
 from tests.trees import tree_on
 
@@ -162,6 +163,25 @@ async def test_every_call_of_a_store_fails_once(
         await clean.store(DESCRIPTOR, again)
         assert all(verdict.status.is_stored for verdict in again.verdicts)
     raise AssertionError("the sweep did not end")
+
+
+@pytest.mark.parametrize("full", [(0,), (0, 1, 2)], ids=["one full", "all full"])
+async def test_full_storage_targets(
+    tmp_path: Path, threads: ThreadPoolExecutor, full: tuple[int, ...]
+) -> None:
+    """B3: one full target costs a move, all of them are NO_SPACE; nothing is left behind."""
+    # The second layer does not fit.
+    fs = FullTargetsFileSystem(full=full, room_bytes=2 * SIZE + 100)
+    sender = Sender()
+    await service_over(fs, tmp_path, threads).store(DESCRIPTOR, sender)
+    is_full = len(full) == 3
+    expected_status = ChunkStatus.NO_SPACE if is_full else ChunkStatus.STORED
+    assert {verdict.status for verdict in sender.verdicts} == {expected_status}
+    assert fs.created > len(sender.verdicts) + 1, "no file but the identity's had to move"
+    receiver = await fetch(service_over(FaultyFileSystem(), tmp_path, threads))
+    found = ChunkStatus.MISS_ABSENT if is_full else ChunkStatus.HIT
+    assert {verdict.status for verdict in receiver.verdicts} == {found}
+    assert temp_files(tmp_path) == []
 
 
 async def test_every_call_of_a_fetch_fails_once(

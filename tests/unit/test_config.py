@@ -71,6 +71,15 @@ BAD_FILES = {
     "bad size": ("[limits]\nframe_size_bytes = '1 banana'\n", "limits.frame_size_bytes: "),
     "bad address": ("[server]\nlisten = 'localhost'\n", "server.listen: .*'localhost'"),
     "empty address": ("[server]\nlisten = ''\n", "server.listen: "),
+    "not a multiple": (
+        "[lustre]\ndom_size_bytes = 100000\n",
+        "lustre.dom_size_bytes: .*multiple of 65536",
+    ),
+    "layout without stripes": (
+        "[lustre]\nstripe_count = 0\ndom_size_bytes = '64KiB'\n",
+        "lustre: .*need a stripe_count above 0",
+    ),
+    "all targets": ("[lustre]\nstripe_count = -1\n", "lustre.stripe_count: "),
     "nan": ("[server]\ndrain_timeout_s = nan\n", "server.drain_timeout_s: "),
     "inf": ("[server]\ndrain_timeout_s = inf\n", "server.drain_timeout_s: "),
 }

@@ -1,4 +1,4 @@
-"""The error tree, and that every leaf survives the way over gRPC and back."""
+"""The error tree, and that every error that is raised survives the way over gRPC and back."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,6 +15,7 @@ from kvserve.errors import (
     MalformedMessage,
     MessageTooLarge,
     Overloaded,
+    QuotaExceeded,
     RequestError,
     ServerFault,
     ServerUnavailable,
@@ -22,23 +23,23 @@ from kvserve.errors import (
     StorageFull,
     StorageUnavailable,
     TransferError,
-    leaves,
+    raised_classes,
 )
 from kvserve.rpc.status import status_code, with_status
 
-LEAVES = sorted(leaves(), key=lambda cls: cls.__name__)
+RAISED = sorted(raised_classes(), key=lambda cls: cls.__name__)
 METHOD = "/test.Raises/Raise"
 
 
-@pytest.mark.parametrize("cls", LEAVES)
-def test_every_leaf_has_the_name_of_a_grpc_status(cls: type[KvserveError]) -> None:
+@pytest.mark.parametrize("cls", RAISED)
+def test_every_error_has_the_name_of_a_grpc_status(cls: type[KvserveError]) -> None:
     assert grpc.StatusCode[cls.code] is status_code(cls("text"))
     assert grpc.StatusCode[cls.code] is not grpc.StatusCode.OK
 
 
-def test_leaves_belong_to_one_of_three_branches() -> None:
+def test_errors_belong_to_one_of_three_branches() -> None:
     """By what the caller does next: change the request, try again, mend the storage."""
-    for cls in LEAVES:
+    for cls in RAISED:
         branches = [
             branch
             for branch in (RequestError, TransferError, StorageError)
@@ -48,7 +49,7 @@ def test_leaves_belong_to_one_of_three_branches() -> None:
 
 
 def test_only_what_may_pass_by_itself_is_retryable() -> None:
-    retryable = {cls for cls in LEAVES if cls.retryable}
+    retryable = {cls for cls in RAISED if cls.retryable}
     assert retryable == {DeadlineExceeded, Overloaded, ServerUnavailable, StorageUnavailable}
 
 
@@ -61,8 +62,8 @@ def test_the_picture_in_the_module_is_the_tree() -> None:
         words = line.strip("│├└─ ").split()
         if "──" in line and words:
             drawn[words[0]] = words[1] if len(words) > 1 else ""
-    assert {name for name in drawn if drawn[name].isupper()} == {cls.__name__ for cls in LEAVES}
-    for cls in LEAVES:
+    assert {name for name in drawn if drawn[name].isupper()} == {cls.__name__ for cls in RAISED}
+    for cls in RAISED:
         assert drawn[cls.__name__] == cls.code
 
 
@@ -82,7 +83,7 @@ async def raising(tmp_path: Path) -> AsyncIterator[Any]:
             raise Overloaded("busy", retry_after_s=2.5)
         if name == "long":
             raise InvalidRequest("x" * 100_000)
-        raise {cls.__name__: cls for cls in LEAVES}[name](f"text of {name}")
+        raise {cls.__name__: cls for cls in RAISED}[name](f"text of {name}")
 
     server = grpc.aio.server()
     method = grpc.unary_unary_rpc_method_handler(with_status(raise_it))
@@ -103,9 +104,9 @@ async def ask(raising: Any, name: str) -> KvserveError:
     return to_error(caught.value, "host:1")
 
 
-async def test_every_leaf_arrives_as_itself(raising: Any) -> None:
+async def test_every_error_arrives_as_itself(raising: Any) -> None:
     assert await raising(b"fine") == b"fine"
-    for cls in LEAVES:
+    for cls in RAISED:
         error = await ask(raising, cls.__name__)
         assert type(error) is cls
         assert str(error) == f"host:1: text of {cls.__name__}"
@@ -177,3 +178,10 @@ def test_no_space_and_too_large_share_a_status_and_stay_apart() -> None:
     metadata = grpc.aio.Metadata(("kvserve-reason", "StorageFull"))
     status = grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), metadata)
     assert type(to_error(status, "host:1")) is StorageFull
+
+
+def test_a_quota_is_a_kind_of_full() -> None:
+    """Whoever handles a full file system handles a quota; only the retries tell them apart."""
+    assert {StorageFull, QuotaExceeded} <= set(RAISED)
+    assert issubclass(QuotaExceeded, StorageFull)
+    assert QuotaExceeded.code == StorageFull.code

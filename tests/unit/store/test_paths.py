@@ -97,7 +97,8 @@ class TestFanOut:
 def is_lustre_temporary(name: str, target: str) -> bool:
     """Lustre's crush directory hash: does it place `name` where it places `target`?
 
-    `.TARGET.XXXXXX`: six letters and digits, neither all of one case nor nearly all digits.
+    `.TARGET.XXXXXX`: six letters and digits, neither all of one case nor nearly all digits
+    (`lu_name_is_temp_file`; stricter here, where it counts digits).
     """
     found = re.fullmatch(r"\.(.+)\.([0-9A-Za-z]{6})", name)
     if found is None or found[1] != target:
@@ -115,13 +116,15 @@ class TestTemporaryNames:
         for bad in ("name.aB3dE6", ".name.abcdef", ".name.ABCDEF", ".name.12345a", ".name.a_3dE6"):
             assert not is_lustre_temporary(bad, "name")
 
-    @given(st.integers())
-    def test_every_name_keeps_lustres_rule(self, seed: int) -> None:
+    @given(st.integers(), st.sampled_from([PATH, "t/ns/identity"]))
+    def test_every_name_keeps_lustres_rule(self, seed: int, path: str) -> None:
         """So that the rename stays on one metadata target."""
-        directory, _, name = TempNames("aB3", Random(seed)).beside(PATH).rpartition("/")
-        final_directory, _, target = PATH.rpartition("/")
+        random = Random(seed)
+        directory, _, name = TempNames(new_tag(random), random).beside(path).rpartition("/")
+        final_directory, _, target = path.rpartition("/")
         assert directory == final_directory, "a rename within one directory"
         assert is_lustre_temporary(name, target)
+        assert not is_lustre_temporary(target, target), "the final name is hashed whole"
 
     @given(st.integers())
     def test_the_suffix_mixes_lower_upper_and_digits(self, seed: int) -> None:
