@@ -13,11 +13,12 @@ from typing import TypeVar
 from kvserve.config import LimitsConfig
 from kvserve.errors import Overloaded, StorageError
 from kvserve.model import ChunkStatus, Descriptor, Verdict, check_layers
-from kvserve.store.chunk_store import ChunkLocations, ChunkStore
+from kvserve.store.chunk_store import HIT, ChunkLocations, ChunkStore
 from kvserve.store.open_chunks import OpenChunk
 from kvserve.store.publish import ChunkWriter
 from kvserve.transfer.batches import in_batches
 from kvserve.transfer.fetch_pump import FetchPump
+from kvserve.transfer.long_steps import LongSteps
 from kvserve.transfer.planes.base import FetchPlane, StorePlane
 from kvserve.transfer.store_pump import StorePump
 from kvserve.transfer.store_session import StoreSession
@@ -38,98 +39,106 @@ class Service:
         self._idle = asyncio.Event()
         self._idle.set()
         self._turns = Turns()
+        self.long_steps = LongSteps()
 
     def __repr__(self) -> str:
         return f"<Service {self._transfers} transfers, {self._store!r}>"
 
     async def ended(self) -> None:
-        """Waits until every transfer has cleaned up after itself."""
+        """Waits until every transfer has cleaned up after itself; the last call."""
         await self._idle.wait()
+        self.long_steps.close()
 
-    async def lookup(self, descriptor: Descriptor) -> list[Verdict]:
+    def locate(self, descriptor: Descriptor) -> ChunkLocations:
+        """What the requests take: it may serve several for the same descriptor."""
+        return self._store.locate(descriptor)
+
+    async def lookup(self, where: ChunkLocations) -> list[Verdict]:
         """Which chunks are stored: one system call for each not seen lately, in batches."""
         with self._looking_up():
-            return await self._lookup(descriptor)
+            return await self._lookup(where)
 
-    async def _lookup(self, descriptor: Descriptor) -> list[Verdict]:
-        where = self._store.locate(descriptor)
-        hit = Verdict(ChunkStatus.HIT)
-        known = self._store.known(where)
-        verdicts = [hit] * descriptor.chunk_count
-        if not all(known):
-            unknown = [index for index, is_known in enumerate(known) if not is_known]
-            found = await in_batches(
-                self._threads, lambda index: self._store.status_blocking(where, index), unknown
-            )
-            for index, verdict in zip(unknown, found, strict=True):
-                verdicts[index] = verdict
-        await self._explain(descriptor, verdicts)
+    async def _lookup(self, where: ChunkLocations) -> list[Verdict]:
+        chunk_count = where.descriptor.chunk_count
+        unknown = await self.long_steps.run(chunk_count, lambda: self._store.unknown(where))
+        verdicts = [HIT] * chunk_count
+
+        def look_blocking(index: int) -> None:
+            verdicts[index] = self._store.status_blocking(where, index)
+
+        if unknown:
+            await in_batches(self._threads, look_blocking, unknown)
+        await self._explain(where.descriptor, verdicts)
         return verdicts
 
-    async def delete(self, descriptor: Descriptor) -> list[ChunkStatus]:
-        where = self._store.locate(descriptor)
+    async def delete(self, where: ChunkLocations) -> list[ChunkStatus]:
         with self._looking_up():
             return await in_batches(
                 self._threads,
                 lambda index: self._store.delete_blocking(where, index),
-                range(descriptor.chunk_count),
+                range(where.descriptor.chunk_count),
             )
 
-    async def fetch(self, descriptor: Descriptor, layers: Sequence[int], plane: FetchPlane) -> None:
+    async def fetch(self, where: ChunkLocations, layers: Sequence[int], plane: FetchPlane) -> None:
         """Sends `layers` in order over `plane`; empty means all, in the descriptor's order."""
+        descriptor = where.descriptor
         check_layers("layers", layers, descriptor.layout)
+        opened: list[OpenChunk | Verdict | None] = []
         with self._admitted():
-            where = self._store.locate(descriptor)
-            opened = await self._open(where)
             try:
-                verdicts = [
-                    found if isinstance(found, Verdict) else Verdict(ChunkStatus.HIT)
-                    for found in opened
-                ]
+                await self._open(where, opened)
+                pump, verdicts = await self.long_steps.run(
+                    descriptor.chunk_count, lambda: self._fetch_pump(descriptor, opened, plane)
+                )
                 await self._explain(descriptor, verdicts)
                 await plane.head(verdicts)
-                pump = FetchPump(
-                    self._store,
-                    self._threads,
-                    plane,
-                    layout=descriptor.layout,
-                    chunks=[found if isinstance(found, OpenChunk) else None for found in opened],
-                    frame_size_bytes=self._limits.frame_size_bytes,
-                    frames_in_flight=self._limits.frames_in_flight,
-                    turns=self._turns,
-                )
                 await pump.run(layers or descriptor.layer_order)
             finally:
-                for found in opened:
-                    if isinstance(found, OpenChunk):
-                        self._store.open_chunks.release(found)
+                await self.long_steps.run(len(opened), lambda: self._release(opened))
 
-    async def store(self, descriptor: Descriptor, plane: StorePlane) -> None:
+    def _fetch_pump(
+        self,
+        descriptor: Descriptor,
+        opened: Sequence[OpenChunk | Verdict | None],
+        plane: FetchPlane,
+    ) -> tuple[FetchPump[OpenChunk], list[Verdict]]:
+        chunks = [found if isinstance(found, OpenChunk) else None for found in opened]
+        pump = FetchPump(
+            self._store,
+            self._threads,
+            plane,
+            layout=descriptor.layout,
+            chunks=chunks,
+            frame_size_bytes=self._limits.frame_size_bytes,
+            frames_in_flight=self._limits.frames_in_flight,
+            turns=self._turns,
+        )
+        return pump, [found if isinstance(found, Verdict) else HIT for found in opened]
+
+    async def store(self, where: ChunkLocations, plane: StorePlane) -> None:
         """Takes the payload of every chunk that is not stored yet and publishes each when whole."""
+        descriptor = where.descriptor
+        chunk_count = descriptor.chunk_count
         with self._admitted():
-            where = self._store.locate(descriptor)
-            present = await in_batches(
-                self._threads,
-                lambda index: self._store.status_blocking(where, index),
-                range(descriptor.chunk_count),
-            )
-            is_known = [verdict.status is ChunkStatus.HIT for verdict in present]
-            needed = [index for index, known in enumerate(is_known) if not known]
+            needed, statuses = await self._needed(where)
             if needed:
                 await self._run(self._store.ensure_namespace_blocking, descriptor.key(0))
-            writers = {index: self._store.writer(where, index) for index in needed}
+            writers: dict[int, ChunkWriter] = {}
+
+            def writer(index: int) -> ChunkWriter:
+                # Made by a chunk's first write; of two threads that do so at once one wins.
+                found = writers.get(index)
+                return found or writers.setdefault(index, self._store.writer(where, index))
+
             try:
                 # Their files are made by the first write: the client need not wait for that.
-                await plane.needs(
-                    [ChunkStatus.KNOWN if known else ChunkStatus.NEEDED for known in is_known]
+                await plane.needs(statuses)
+                session = StoreSession(
+                    descriptor.layout, needed, frame_size_bytes_max=self._limits.frame_size_bytes
                 )
                 pump = StorePump(
-                    StoreSession(
-                        descriptor.layout,
-                        needed,
-                        frame_size_bytes_max=self._limits.frame_size_bytes,
-                    ),
-                    writers,
+                    session,
+                    writer,
                     self._threads,
                     layer_stored=plane.layer_stored,
                     frames_in_flight=self._limits.frames_in_flight,
@@ -141,43 +150,67 @@ class Service:
                 finally:
                     await pump.close()
             finally:
-                left = [index for index in needed if writers[index].is_open]
+                left = [index for index, writer in writers.items() if writer.is_open]
                 await in_batches(self._threads, lambda index: _abandon(writers[index]), left)
             known = Verdict(ChunkStatus.KNOWN)
+            ended = pump.verdicts
             await plane.result(
-                [pump.verdicts.get(index, known) for index in range(descriptor.chunk_count)]
+                await self.long_steps.run(
+                    chunk_count, lambda: [ended.get(index, known) for index in range(chunk_count)]
+                )
             )
 
-    async def _open(self, where: ChunkLocations) -> list[OpenChunk | Verdict]:
+    async def _needed(self, where: ChunkLocations) -> tuple[list[int], list[ChunkStatus]]:
+        """The chunks that are not stored yet, and what the client is told of every chunk."""
+        chunk_count = where.descriptor.chunk_count
+        present = await in_batches(
+            self._threads,
+            lambda index: self._store.status_blocking(where, index),
+            range(chunk_count),
+        )
+
+        def sort_out() -> tuple[list[int], list[ChunkStatus]]:
+            hit = ChunkStatus.HIT
+            needed = [index for index, found in enumerate(present) if found.status is not hit]
+            statuses = [ChunkStatus.KNOWN] * chunk_count
+            for index in needed:
+                statuses[index] = ChunkStatus.NEEDED
+            return needed, statuses
+
+        return await self.long_steps.run(chunk_count, sort_out)
+
+    async def _open(self, where: ChunkLocations, opened: list[OpenChunk | Verdict | None]) -> None:
+        """Fills `opened`; whatever happens, what is in it must be released."""
         cache = self._store.open_chunks
-        opened: list[OpenChunk | Verdict | None] = [cache.acquire(path) for path in where.paths()]
-        missing = [index for index, found in enumerate(opened) if found is None]
+
+        def acquire() -> list[int]:
+            opened.extend(cache.acquire_all(where.paths))
+            return [index for index, found in enumerate(opened) if found is None]
 
         def open_blocking(index: int) -> None:
             opened[index] = self._store.open_blocking(where, index)
 
-        try:
-            await in_batches(self._threads, open_blocking, missing)
-        except BaseException:
-            for found in opened:
-                if isinstance(found, OpenChunk):
-                    cache.release(found)
-            raise
-        return [found for found in opened if found is not None]
+        missing = await self.long_steps.run(where.descriptor.chunk_count, acquire)
+        await in_batches(self._threads, open_blocking, missing)
+
+    def _release(self, opened: Sequence[OpenChunk | Verdict | None]) -> None:
+        self._store.open_chunks.release_all(
+            found for found in opened if isinstance(found, OpenChunk)
+        )
 
     async def _explain(self, descriptor: Descriptor, verdicts: list[Verdict]) -> None:
         """If the prefix is absent because only its identity differs, says so for every chunk."""
         if verdicts[0].status is not ChunkStatus.MISS_ABSENT:
             return
-        reason = await self._run(self._store.explain_miss_blocking, descriptor.key(0))
-        if reason:
-            absent = ChunkStatus.MISS_ABSENT
-            verdicts[:] = [
-                Verdict(ChunkStatus.MISS_IDENTITY, "" if index else reason)
-                if verdict.status is absent
-                else verdict
-                for index, verdict in enumerate(verdicts)
-            ]
+
+        def explain_blocking() -> None:
+            reason = self._store.explain_miss_blocking(descriptor.key(0))
+            if reason:
+                absent, identity = ChunkStatus.MISS_ABSENT, Verdict(ChunkStatus.MISS_IDENTITY)
+                verdicts[:] = [identity if it.status is absent else it for it in verdicts]
+                verdicts[0] = Verdict(ChunkStatus.MISS_IDENTITY, reason)
+
+        await self._run(explain_blocking)
 
     @contextmanager
     def _admitted(self) -> Iterator[None]:

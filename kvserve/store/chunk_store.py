@@ -8,6 +8,7 @@ miss and the next put heals it.
 import contextlib
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Final
 
 from kvserve.errors import KvserveError, StorageError
 from kvserve.format.chunk_file import ChunkGeometry
@@ -19,6 +20,10 @@ from kvserve.store.open_chunks import OpenChunk, OpenChunks
 from kvserve.store.paths import QUARANTINE_DIR, TempNames, chunk_path, shard_dir
 from kvserve.store.publish import ChunkWriter
 from kvserve.store.temp_file import create_temp_blocking
+
+HIT: Final = Verdict(ChunkStatus.HIT)
+"""One for all chunks: a verdict for each of 65,536 would take longer than to look for them."""
+_ABSENT: Final = Verdict(ChunkStatus.MISS_ABSENT)
 
 
 class ChunkStore:
@@ -72,11 +77,11 @@ class ChunkStore:
             raise
         self.fs.unlink(f"{probe}.renamed")
 
-    def known(self, where: "ChunkLocations") -> list[bool]:
-        """By chunk: whether it was seen on the tree lately. Does no I/O; see `KnownChunks`."""
+    def unknown(self, where: "ChunkLocations") -> list[int]:
+        """The chunks that were not seen on the tree lately. Does no I/O; see `KnownChunks`."""
         self._known.refresh()
         has = self._known.has
-        return [has(key) for key in where.known_keys]
+        return [index for index, key in enumerate(where.known_keys) if not has(key)]
 
     def status_blocking(self, where: "ChunkLocations", chunk_index: int) -> Verdict:
         """HIT or a miss, by one system call: a published file of the right size is a chunk."""
@@ -87,13 +92,13 @@ class ChunkStore:
         except StorageError as error:
             return Verdict(ChunkStatus.MISS_ERROR, str(error))
         if size is None:
-            return Verdict(ChunkStatus.MISS_ABSENT)
+            return _ABSENT
         if size != where.geometry.file_size_bytes:
             # Left where it is: a put replaces it, a fetch looks closer.
             message = f"{size} bytes long instead of {where.geometry.file_size_bytes}"
             return Verdict(ChunkStatus.MISS_CORRUPT, message)
-        self._known.add(where.known_keys[chunk_index], epoch)
-        return Verdict(ChunkStatus.HIT)
+        self._known.add(where.known_key(chunk_index), epoch)
+        return HIT
 
     def open_blocking(self, where: "ChunkLocations", chunk_index: int) -> OpenChunk | Verdict:
         """The chunk open for reading, header checked, or why that is a miss."""
@@ -109,7 +114,7 @@ class ChunkStore:
         except KvserveError as error:
             found = Verdict(ChunkStatus.MISS_ERROR, str(error))
         if isinstance(found, Verdict):
-            self._known.discard(where.known_keys[chunk_index])
+            self._known.discard(where.known_key(chunk_index))
         return found
 
     def explain_miss_blocking(self, key: ChunkKey) -> str:
@@ -175,7 +180,7 @@ class ChunkStore:
         path = where.path(chunk_index)
         self.open_chunks.forget(path)
         is_gone = self.fs.unlink(path)
-        self._known.discard(where.known_keys[chunk_index])
+        self._known.discard(where.known_key(chunk_index))
         self.open_chunks.close_released_blocking()
         return ChunkStatus.DELETED if is_gone else ChunkStatus.MISS_ABSENT
 
@@ -208,13 +213,21 @@ class ChunkLocations:
         self.geometry = ChunkGeometry(first)
         self._directory = f"{root}/{shard_dir(first)}"
 
+    def __repr__(self) -> str:
+        return f"<ChunkLocations {self.descriptor.chunk_count} chunks under {self._directory}>"
+
     @cached_property
     def known_keys(self) -> list[int]:
         """By chunk: its key in `KnownChunks`."""
         return [known_key(self._directory, it) for it in self.descriptor.chunk_hashes]
 
+    def known_key(self, chunk_index: int) -> int:
+        return known_key(self._directory, self.descriptor.chunk_hashes[chunk_index])
+
     def path(self, chunk_index: int) -> str:
         return chunk_path(self._directory, self.descriptor.chunk_hashes[chunk_index])
 
+    @cached_property
     def paths(self) -> Sequence[str]:
-        return [self.path(index) for index in range(self.descriptor.chunk_count)]
+        """By chunk; made once and kept for the next request."""
+        return [chunk_path(self._directory, it) for it in self.descriptor.chunk_hashes]

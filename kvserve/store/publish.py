@@ -16,6 +16,7 @@ dot name that no reader looks at.
 """
 
 import threading
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvserve.errors import StorageError
@@ -87,7 +88,7 @@ class ChunkWriter:
         """There is a temporary file: to be committed or abandoned."""
         return self._temp is not None
 
-    def commit_blocking(self, slice_checksums: list[int]) -> None:
+    def commit_blocking(self, slice_checksums: Sequence[int]) -> None:
         """Steps 3 to 7. On an error nothing is visible and the temporary file is gone."""
         assert self._temp is not None, "commit before the first write"
         try:

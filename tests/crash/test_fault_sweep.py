@@ -112,9 +112,13 @@ def expected(layer: int, chunk: int) -> bytes:
     return bytes(PAYLOAD[at : at + SIZE])
 
 
+async def store(service: Service, sender: Sender) -> None:
+    await service.store(service.locate(DESCRIPTOR), sender)
+
+
 async def fetch(service: Service, descriptor: Descriptor = DESCRIPTOR) -> Receiver:
     receiver = Receiver()
-    await service.fetch(descriptor, (), receiver)  # type: ignore[arg-type]
+    await service.fetch(service.locate(descriptor), (), receiver)  # type: ignore[arg-type]
     for (layer, chunk), data in receiver.slices.items():
         assert data == expected(layer, chunk), "wrong bytes were delivered as good"
     for chunk, verdict in enumerate(receiver.verdicts):
@@ -139,7 +143,7 @@ async def test_every_call_of_a_store_fails_once(
         sender = Sender()
         raised = False
         try:
-            await service_over(fs, root, threads, power=power).store(DESCRIPTOR, sender)
+            await store(service_over(fs, root, threads, power=power), sender)
         except KvserveError:
             raised = True  # refused as a whole, before any chunk
         clean = service_over(FaultyFileSystem(), root, threads)
@@ -159,7 +163,7 @@ async def test_every_call_of_a_store_fails_once(
         left = [path for path in temp_files(root) if fs.calls[fails_at - 1] != "unlink"]
         assert left == [], f"call {fails_at} ({fs.calls[fails_at - 1]}) left files"
         again = Sender()
-        await clean.store(DESCRIPTOR, again)
+        await store(clean, again)
         assert all(verdict.status.is_stored for verdict in again.verdicts)
     raise AssertionError("the sweep did not end")
 
@@ -169,7 +173,7 @@ async def test_every_call_of_a_fetch_fails_once(
 ) -> None:
     """A miss with its reason for that chunk only; the next fetch has everything."""
     root = tmp_path / "kv"
-    await service_over(FaultyFileSystem(), root, threads).store(DESCRIPTOR, Sender())
+    await store(service_over(FaultyFileSystem(), root, threads), Sender())
     for fails_at in range(1, 500):
         fs = FaultyFileSystem(fails_at, verbs=READING | CHANGING)
         service = service_over(fs, root, threads)
@@ -220,7 +224,7 @@ async def test_power_loss(tmp_path: Path, threads: ThreadPoolExecutor, power: bo
     root.mkdir()
     fs = FaultyFileSystem()
     sender = Sender()
-    await service_over(fs, root, threads, power=power).store(DESCRIPTOR, sender)
+    await store(service_over(fs, root, threads, power=power), sender)
     assert all(verdict.status is ChunkStatus.STORED for verdict in sender.verdicts)
     await asyncio.to_thread(fs.lose_unsynced)
     receiver = await fetch(service_over(FaultyFileSystem(), root, threads))
@@ -229,5 +233,5 @@ async def test_power_loss(tmp_path: Path, threads: ThreadPoolExecutor, power: bo
     else:
         assert all(verdict.status is not ChunkStatus.HIT for verdict in receiver.verdicts)
     again = Sender()
-    await service_over(FaultyFileSystem(), root, threads).store(DESCRIPTOR, again)
+    await store(service_over(FaultyFileSystem(), root, threads), again)
     assert all(verdict.status.is_stored for verdict in again.verdicts)

@@ -90,7 +90,7 @@ class TestCache:
         cache = Cache(tree, 8)
         chunk = cache.acquire(3)
         assert chunk.offsets == GEOMETRY.slice_offsets
-        assert chunk.checksums == tuple(checksum(slice_of(layer, 3, 256)) for layer in range(2))
+        assert list(chunk.checksums) == [checksum(slice_of(layer, 3, 256)) for layer in range(2)]
         assert first_layer(chunk) == slice_of(0, 3, 256)
         cache.chunks.release(chunk)
         cache.chunks.close_idle_blocking()
