@@ -203,8 +203,8 @@ async def test_one_request_of_65536_chunks_takes_little_memory(channel: grpc.aio
     stored = await grown_bytes(lambda: open_store(channel, store))
     fetched = await grown_bytes(lambda: fetch_big(channel, fetch))
     print(f"a store's open took {stored >> 20} MiB, a fetch {fetched >> 20} MiB")
-    assert stored < 160 << 20
-    assert fetched < 160 << 20
+    assert stored < 64 << 20
+    assert fetched < 64 << 20
 
 
 @pytest.mark.parametrize(
