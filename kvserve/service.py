@@ -7,7 +7,7 @@ descriptor costs tasks by the batch, never by the chunk.
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TypeVar
 
 from kvserve.config import LimitsConfig
@@ -18,7 +18,7 @@ from kvserve.store.open_chunks import OpenChunk
 from kvserve.store.publish import ChunkWriter
 from kvserve.transfer.batches import in_batches
 from kvserve.transfer.fetch_pump import FetchPump
-from kvserve.transfer.long_steps import LongSteps
+from kvserve.transfer.long_steps import CHUNKS_IN_PLACE_MAX, LongSteps
 from kvserve.transfer.planes.base import FetchPlane, StorePlane
 from kvserve.transfer.store_pump import StorePump
 from kvserve.transfer.store_session import StoreSession
@@ -55,7 +55,7 @@ class Service:
 
     async def lookup(self, where: ChunkLocations) -> list[Verdict]:
         """Which chunks are stored: one system call for each not seen lately, in batches."""
-        with self._looking_up():
+        with self._looking_up(where):
             return await self._lookup(where)
 
     async def _lookup(self, where: ChunkLocations) -> list[Verdict]:
@@ -72,7 +72,7 @@ class Service:
         return verdicts
 
     async def delete(self, where: ChunkLocations) -> list[ChunkStatus]:
-        with self._looking_up():
+        with self._looking_up(where):
             return await in_batches(
                 self._threads,
                 lambda index: self._store.delete_blocking(where, index),
@@ -230,8 +230,8 @@ class Service:
                 self._idle.set()
 
     @contextmanager
-    def _looking_up(self) -> Iterator[None]:
-        """The same for lookups and deletes; frames make room for them meanwhile."""
+    def _looking_up(self, where: ChunkLocations) -> Iterator[None]:
+        """The same for lookups and deletes; frames make room for the small ones meanwhile."""
         if self._lookups >= self._limits.lookups_max:
             raise Overloaded(
                 f"{self._lookups} lookups are open (limits.lookups_max); retry",
@@ -239,7 +239,8 @@ class Service:
             )
         self._lookups += 1
         try:
-            with self._turns.held():
+            is_small = where.descriptor.chunk_count <= CHUNKS_IN_PLACE_MAX
+            with self._turns.held() if is_small else nullcontext():
                 yield
         finally:
             self._lookups -= 1

@@ -229,3 +229,28 @@ async def test_millions_of_small_fields_are_refused_before_they_are_read(
             with pytest.raises(grpc.aio.AioRpcError, match="beside its chunk_hashes") as caught:
                 await fetch_big(channel, raw)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_large_message_in_the_middle_of_a_store_is_refused_unread(
+    channel: grpc.aio.Channel,
+) -> None:
+    opened = pb.StoreOpen(descriptor=descriptor_to_pb(small_descriptor()))
+    runs = pb.Layout(layers=[pb.LayerRun()] * 3_000_000)
+    again = pb.StoreOpen(descriptor=pb.Descriptor(identity=pb.ModelIdentity(layout=runs)))
+    frame = b"\x48\x00" * 3_000_000
+    size = bytes(
+        [len(frame) & 127 | 128, len(frame) >> 7 & 127 | 128, len(frame) >> 14 & 127 | 128]
+    )
+    messages = {
+        "beside its chunk_hashes": pb.StoreRequest(open=again).SerializeToString(),
+        "more than 32 fields": b"\x12" + size + bytes([len(frame) >> 21]) + frame,
+    }
+    async with watched(channel):
+        for words, message in messages.items():
+            call = channel.stream_stream(f"/{SERVICE}/Store")()
+            await call.write(pb.StoreRequest(open=opened).SerializeToString())
+            await call.read()
+            with pytest.raises(grpc.aio.AioRpcError, match=words):
+                await call.write(message)
+                while await call.read():
+                    pass
