@@ -24,7 +24,7 @@ from kvserve.v1 import kvserve_pb2 as pb
 M = TypeVar("M", bound=Message)
 
 KEPT_CHUNKS_MAX: Final = 1 << 17
-"""Of all kept descriptors; some 350 bytes each."""
+"""Of all kept descriptors; some 340 bytes each."""
 WAITING_BYTES_MAX: Final = 128 << 20
 """Of encoded descriptors that wait to be decoded."""
 _HASHES_PATHS: Final = {
