@@ -8,18 +8,19 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TypeVar
 
 from kvserve.config import LimitsConfig
 from kvserve.errors import InvalidRequest, Overloaded, StorageError
 from kvserve.metrics import Metrics
 from kvserve.model import ChunkStatus, Descriptor, Verdict, check_layers, check_lease_owner
-from kvserve.store.chunk_store import ChunkLocations
+from kvserve.store.chunk_store import HIT, ChunkLocations
 from kvserve.store.open_chunks import OpenChunk
 from kvserve.store.publish import ChunkWriter
 from kvserve.transfer.batches import in_batches
 from kvserve.transfer.fetch_pump import FetchPump
+from kvserve.transfer.long_steps import CHUNKS_IN_PLACE_MAX, LongSteps
 from kvserve.transfer.planes.base import FetchPlane, StorePlane
 from kvserve.transfer.store_pump import StorePump
 from kvserve.transfer.store_session import StoreSession
@@ -61,55 +62,62 @@ class Service:
         self._idle = asyncio.Event()
         self._idle.set()
         self._turns = Turns()
+        self.long_steps = LongSteps()
 
     def __repr__(self) -> str:
         return f"<Service {self._transfers} transfers, {self._store!r}>"
 
     async def ended(self) -> None:
-        """Waits until every transfer has cleaned up after itself."""
+        """Waits until every transfer has cleaned up after itself; the last call."""
         await self._idle.wait()
+        self.long_steps.close()
 
-    async def lookup(self, descriptor: Descriptor) -> list[Verdict]:
+    def locate(self, descriptor: Descriptor) -> ChunkLocations:
+        """What the requests take: it may serve several for the same descriptor."""
+        return self._store.locate(descriptor)
+
+    async def lookup(self, where: ChunkLocations) -> list[Verdict]:
         """Which chunks are stored: one system call for each not seen lately, in batches."""
-        with self._looking_up():
-            where = self._store.locate(descriptor)
-            known = self._store.known(where)
-            unknown = [index for index, verdict in enumerate(known) if verdict is None]
-            found = await in_batches(
-                self._threads, lambda index: self._store.status_blocking(where, index), unknown
-            )
-            for index, verdict in zip(unknown, found, strict=True):
-                known[index] = verdict
-            verdicts = [verdict for verdict in known if verdict is not None]
-            await self._explain(descriptor, verdicts)
+        with self._looking_up(where):
+            chunk_count = where.descriptor.chunk_count
+            unknown = await self.long_steps.run(chunk_count, lambda: self._store.unknown(where))
+            verdicts = [HIT] * chunk_count
+
+            def look_blocking(index: int) -> None:
+                known = unknown[index]
+                verdicts[index] = known or self._store.status_blocking(where, index)
+
+            if unknown:
+                await in_batches(self._threads, look_blocking, list(unknown))
+            await self._explain(where.descriptor, verdicts)
             self._metrics.answered("lookup", verdicts)
             return verdicts
 
     async def lease(
-        self, descriptor: Descriptor, request: str, ttl_s: float
+        self, where: ChunkLocations, request: str, ttl_s: float
     ) -> tuple[list[Verdict], int]:
         """A lookup whose hits are not evicted until `release` or for `ttl_s`; and their number."""
         self._check_lease(request, ttl_s)
-        owner = (descriptor.tenant, request)
+        owner = (where.descriptor.tenant, request)
+        chunk_count = where.descriptor.chunk_count
         exchange = self._tree.exchange
-        with self._looking_up():
-            where = self._store.locate(descriptor)
-            await self._run(exchange.grant_blocking, owner, where.shard, where.known_keys, ttl_s)
+        with self._looking_up(where):
+            keys = await self.long_steps.run(chunk_count, lambda: where.known_keys)
+            await self._run(exchange.grant_blocking, owner, where.shard, keys, ttl_s)
             hits: list[int] = []
             try:
                 verdicts = await in_batches(
                     self._threads,
                     lambda index: self._store.leased_status_blocking(where, index),
-                    range(descriptor.chunk_count),
+                    range(chunk_count),
                 )
-                hits = [
-                    key
-                    for key, verdict in zip(where.known_keys, verdicts, strict=True)
-                    if verdict.status is ChunkStatus.HIT
-                ]
+                hits = await self.long_steps.run(
+                    chunk_count,
+                    lambda: [key for key, it in zip(keys, verdicts, strict=True) if it is HIT],
+                )
             finally:
                 exchange.keep(owner, where.shard, hits, ttl_s)
-            await self._explain(descriptor, verdicts)
+            await self._explain(where.descriptor, verdicts)
             self._metrics.answered("lookup", verdicts)
             return verdicts, len(hits)
 
@@ -117,103 +125,104 @@ class Service:
         """How many leased chunks were given free."""
         return self._tree.exchange.release((tenant, request))
 
-    async def delete(self, descriptor: Descriptor) -> list[ChunkStatus]:
-        where = self._store.locate(descriptor)
-        with self._looking_up():
+    async def delete(self, where: ChunkLocations) -> list[ChunkStatus]:
+        with self._looking_up(where):
             return await in_batches(
                 self._threads,
                 lambda index: self._store.delete_blocking(where, index),
-                range(descriptor.chunk_count),
+                range(where.descriptor.chunk_count),
             )
 
-    async def pin(self, descriptor: Descriptor, *, is_pinned: bool) -> list[ChunkStatus]:
+    async def pin(self, where: ChunkLocations, *, is_pinned: bool) -> list[ChunkStatus]:
         """Bars the chunks from eviction and expiry, or no longer."""
-        where = self._store.locate(descriptor)
-        with self._looking_up():
-            await self._run(self._tree.exchange.read_departures_blocking)
+        with self._looking_up(where):
             statuses = await in_batches(
                 self._threads,
                 lambda index: self._store.pin_blocking(where, index, is_pinned=is_pinned),
-                range(descriptor.chunk_count),
+                range(where.descriptor.chunk_count),
             )
-            if is_pinned:  # again: what was picked before the mark was made is named by now
+            if is_pinned:  # what an evictor had picked before the mark was made is named by now
                 await self._run(self._tree.exchange.read_departures_blocking)
                 statuses = self._store.without_leaving(where, statuses)
             return statuses
 
-    async def fetch(self, descriptor: Descriptor, layers: Sequence[int], plane: FetchPlane) -> None:
+    async def fetch(self, where: ChunkLocations, layers: Sequence[int], plane: FetchPlane) -> None:
         """Sends `layers` in order over `plane`; empty means all, in the descriptor's order."""
+        descriptor = where.descriptor
         check_layers("layers", layers, descriptor.layout)
+        opened: list[OpenChunk | Verdict | None] = []
         with self._admitted():
-            where = self._store.locate(descriptor)
-            opened = await self._open(where)
             try:
-                verdicts = [
-                    found if isinstance(found, Verdict) else Verdict(ChunkStatus.HIT)
-                    for found in opened
-                ]
+                await self._open(where, opened)
+                pump, verdicts = await self.long_steps.run(
+                    descriptor.chunk_count, lambda: self._fetch_pump(descriptor, opened, plane)
+                )
                 await self._explain(descriptor, verdicts)
                 self._metrics.answered("fetch", verdicts)
-                chunks = [found if isinstance(found, OpenChunk) else None for found in opened]
-                self._tree.recency.fetched(chunks, time.time())
                 await plane.head(verdicts)
-                pump = FetchPump(
-                    self._store,
-                    self._threads,
-                    plane,
-                    layout=descriptor.layout,
-                    chunks=chunks,
-                    frame_size_bytes=self._limits.frame_size_bytes,
-                    frames_in_flight=self._limits.frames_in_flight,
-                    turns=self._turns,
-                )
                 try:
                     await pump.run(layers or descriptor.layer_order)
                 finally:
                     # Hits in the head that turned out to be misses.
                     self._metrics.answered("fetch", list(pump.faults.values()))
             finally:
-                for found in opened:
-                    if isinstance(found, OpenChunk):
-                        self._store.open_chunks.release(found)
+                await self.long_steps.run(len(opened), lambda: self._release(opened))
 
-    async def store(self, descriptor: Descriptor, plane: StorePlane) -> None:
+    def _fetch_pump(
+        self,
+        descriptor: Descriptor,
+        opened: Sequence[OpenChunk | Verdict | None],
+        plane: FetchPlane,
+    ) -> tuple[FetchPump[OpenChunk], list[Verdict]]:
+        chunks = [found if isinstance(found, OpenChunk) else None for found in opened]
+        pump = FetchPump(
+            self._store,
+            self._threads,
+            plane,
+            layout=descriptor.layout,
+            chunks=chunks,
+            frame_size_bytes=self._limits.frame_size_bytes,
+            frames_in_flight=self._limits.frames_in_flight,
+            turns=self._turns,
+        )
+        self._tree.recency.fetched(chunks, time.time())
+        return pump, [found if isinstance(found, Verdict) else HIT for found in opened]
+
+    async def store(self, where: ChunkLocations, plane: StorePlane) -> None:
         """Takes the payload of every chunk that is not stored yet and publishes each when whole."""
+        descriptor = where.descriptor
+        chunk_count = descriptor.chunk_count
         with self._admitted():
-            where = self._store.locate(descriptor)
-            present = await in_batches(
-                self._threads,
-                lambda index: self._store.status_blocking(where, index),
-                range(descriptor.chunk_count),
+            missing = await self._missing(where)
+            let_in = self._store.ledger.reserve(
+                descriptor.tenant, where.geometry.file_size_bytes, len(missing)
             )
-            missing = [index for index, it in enumerate(present) if not it.status.is_stored]
-            size_bytes = where.geometry.file_size_bytes
-            ledger = self._store.ledger
             # The head of the prefix first: the tail is of no use without it.
-            needed = missing[: ledger.reserve(descriptor.tenant, size_bytes, len(missing))]
-            refused = missing[len(needed) :]
+            needed, refused = missing[:let_in], missing[let_in:]
             if refused:
                 self._store_refused()
-            writers = {index: self._store.writer(where, index) for index in needed}
+            writers: dict[int, ChunkWriter] = {}
+
+            def writer(index: int) -> ChunkWriter:
+                # Made by a chunk's first write; of two threads that do so at once one wins.
+                found = writers.get(index)
+                return found or writers.setdefault(index, self._store.writer(where, index))
+
             try:
                 if needed:
                     await self._run(self._store.ensure_namespace_blocking, descriptor.key(0))
                 # Their files are made by the first write: the client need not wait for that.
-                statuses = [ChunkStatus.KNOWN] * descriptor.chunk_count
-                for status, indexes in (
-                    (ChunkStatus.NEEDED, needed),
-                    (ChunkStatus.NO_SPACE, refused),
-                ):
-                    for index in indexes:
-                        statuses[index] = status
-                await plane.needs(statuses)
+                await plane.needs(
+                    await self.long_steps.run(
+                        chunk_count, lambda: _store_statuses(chunk_count, needed, refused)
+                    )
+                )
+                session = StoreSession(
+                    descriptor.layout, needed, frame_size_bytes_max=self._limits.frame_size_bytes
+                )
                 pump = StorePump(
-                    StoreSession(
-                        descriptor.layout,
-                        needed,
-                        frame_size_bytes_max=self._limits.frame_size_bytes,
-                    ),
-                    writers,
+                    session,
+                    writer,
                     self._threads,
                     layer_stored=plane.layer_stored,
                     frames_in_flight=self._limits.frames_in_flight,
@@ -225,15 +234,34 @@ class Service:
                 finally:
                     await pump.close()
             finally:
-                left = [index for index in needed if writers[index].is_open]
-                await in_batches(self._threads, lambda index: _abandon(writers[index]), left)
-                ledger.unreserve(descriptor.tenant, size_bytes, len(needed))
+                left = [index for index, writer in writers.items() if writer.is_open]
+                try:
+                    await in_batches(self._threads, lambda index: _abandon(writers[index]), left)
+                finally:
+                    self._store.ledger.unreserve(
+                        descriptor.tenant, where.geometry.file_size_bytes, let_in
+                    )
             verdicts = dict.fromkeys(refused, _REFUSED) | pump.verdicts
             self._note_stored(where, verdicts)
             known = Verdict(ChunkStatus.KNOWN)
-            ended = [verdicts.get(index, known) for index in range(descriptor.chunk_count)]
-            self._metrics.answered("store", ended)
-            await plane.result(ended)
+
+            def ended() -> list[Verdict]:
+                return [verdicts.get(index, known) for index in range(chunk_count)]
+
+            result = await self.long_steps.run(chunk_count, ended)
+            self._metrics.answered("store", result)
+            await plane.result(result)
+
+    async def _missing(self, where: ChunkLocations) -> list[int]:
+        """The chunks that are not stored yet."""
+        present = await in_batches(
+            self._threads,
+            lambda index: self._store.status_blocking(where, index),
+            range(where.descriptor.chunk_count),
+        )
+        return await self.long_steps.run(
+            len(present), lambda: [index for index, it in enumerate(present) if it is not HIT]
+        )
 
     def _note_stored(self, where: ChunkLocations, verdicts: Mapping[int, Verdict]) -> None:
         now = time.time()
@@ -241,36 +269,38 @@ class Service:
             if verdict.status is ChunkStatus.STORED:
                 self._tree.recency.stored(where.path(index), index, now)
 
-    async def _open(self, where: ChunkLocations) -> list[OpenChunk | Verdict]:
+    async def _open(self, where: ChunkLocations, opened: list[OpenChunk | Verdict | None]) -> None:
+        """Fills `opened`; whatever happens, what is in it must be released."""
         cache = self._store.open_chunks
-        opened: list[OpenChunk | Verdict | None] = [cache.acquire(path) for path in where.paths()]
-        missing = [index for index, found in enumerate(opened) if found is None]
+
+        def acquire() -> list[int]:
+            opened.extend(cache.acquire_all(where.paths))
+            return [index for index, found in enumerate(opened) if found is None]
 
         def open_blocking(index: int) -> None:
             opened[index] = self._store.open_blocking(where, index)
 
-        try:
-            await in_batches(self._threads, open_blocking, missing)
-        except BaseException:
-            for found in opened:
-                if isinstance(found, OpenChunk):
-                    cache.release(found)
-            raise
-        return [found for found in opened if found is not None]
+        missing = await self.long_steps.run(where.descriptor.chunk_count, acquire)
+        await in_batches(self._threads, open_blocking, missing)
+
+    def _release(self, opened: Sequence[OpenChunk | Verdict | None]) -> None:
+        self._store.open_chunks.release_all(
+            found for found in opened if isinstance(found, OpenChunk)
+        )
 
     async def _explain(self, descriptor: Descriptor, verdicts: list[Verdict]) -> None:
         """If the prefix is absent because only its identity differs, says so for every chunk."""
         if verdicts[0].status is not ChunkStatus.MISS_ABSENT:
             return
-        reason = await self._run(self._store.explain_miss_blocking, descriptor.key(0))
-        if reason:
-            absent = ChunkStatus.MISS_ABSENT
-            verdicts[:] = [
-                Verdict(ChunkStatus.MISS_IDENTITY, "" if index else reason)
-                if verdict.status is absent
-                else verdict
-                for index, verdict in enumerate(verdicts)
-            ]
+
+        def explain_blocking() -> None:
+            reason = self._store.explain_miss_blocking(descriptor.key(0))
+            if reason:
+                absent, identity = ChunkStatus.MISS_ABSENT, Verdict(ChunkStatus.MISS_IDENTITY)
+                verdicts[:] = [identity if it.status is absent else it for it in verdicts]
+                verdicts[0] = Verdict(ChunkStatus.MISS_IDENTITY, reason)
+
+        await self._run(explain_blocking)
 
     def _check_lease(self, request: str, ttl_s: float) -> None:
         check_lease_owner(request)
@@ -298,8 +328,8 @@ class Service:
                 self._idle.set()
 
     @contextmanager
-    def _looking_up(self) -> Iterator[None]:
-        """The same for lookups and deletes; frames make room for them meanwhile."""
+    def _looking_up(self, where: ChunkLocations) -> Iterator[None]:
+        """The same for lookups and deletes; frames make room for the small ones meanwhile."""
         if self._lookups >= self._limits.lookups_max:
             raise Overloaded(
                 f"{self._lookups} lookups are open (limits.lookups_max); retry",
@@ -307,13 +337,25 @@ class Service:
             )
         self._lookups += 1
         try:
-            with self._turns.held():
+            is_small = where.descriptor.chunk_count <= CHUNKS_IN_PLACE_MAX
+            with self._turns.held() if is_small else nullcontext():
                 yield
         finally:
             self._lookups -= 1
 
     async def _run(self, call: Callable[..., _T], *args: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
+
+
+def _store_statuses(
+    chunk_count: int, needed: Sequence[int], refused: Sequence[int]
+) -> list[ChunkStatus]:
+    statuses = [ChunkStatus.KNOWN] * chunk_count
+    for index in needed:
+        statuses[index] = ChunkStatus.NEEDED
+    for index in refused:
+        statuses[index] = ChunkStatus.NO_SPACE
+    return statuses
 
 
 def _abandon(writer: ChunkWriter) -> None:

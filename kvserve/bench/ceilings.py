@@ -68,7 +68,7 @@ class PageCacheRead(Case):
     def __init__(self, unit: WorkUnit, region: memoryview, files: ChunkLocations) -> None:
         self._stack = ExitStack()
         fds: list[int] = []
-        for path in files.paths():
+        for path in files.paths:
             fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
             self._stack.callback(os.close, fds[-1])
         self._reads = [

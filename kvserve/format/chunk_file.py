@@ -9,6 +9,8 @@ DO NOT CHANGE the constants or the order of fields: they are on disks. A new sha
 
 import math
 import struct
+import sys
+from array import array
 from collections.abc import Sequence
 from typing import Final
 
@@ -28,6 +30,14 @@ _PROLOGUE: Final = struct.Struct("<8sHHIQII")
 def checksum(data: bytes | bytearray | memoryview) -> int:
     """xxh3-64, seed 0: finds rot and torn writes, is never an identity."""
     return xxhash.xxh3_64_intdigest(data)
+
+
+def checksums_from(packed: bytes) -> "array[int]":
+    """Slice checksums as they are on disk and on the wire, little-endian, 8 bytes each."""
+    found = array("Q", packed)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found
 
 
 def _aligned(size: int, to: int = ALIGNMENT_BYTES) -> int:
@@ -91,7 +101,7 @@ class ChunkGeometry:
         header = body + checksum(body).to_bytes(8, "little")
         return header.ljust(_aligned(self.header_size_bytes), b"\0")
 
-    def decode_header(self, chunk_hash: bytes, header: bytes) -> tuple[int, ...] | Verdict:
+    def decode_header(self, chunk_hash: bytes, header: bytes) -> "array[int] | Verdict":
         """The slice checksums, by layer, if `header` belongs to exactly this chunk.
 
         `header` is what a read of `header_size_bytes` at offset 0 returned; it may be short.
@@ -106,7 +116,7 @@ class ChunkGeometry:
             and checksum(memoryview(header)[: size - 8]).to_bytes(8, "little") == header[size - 8 :]
         )
         if whole and header[:checksums_start] == expected:
-            return self._checksums.unpack_from(header, checksums_start)
+            return checksums_from(header[checksums_start : size - 8])
         return diagnose(expected, header)
 
     def _meta(self, chunk_hash: bytes) -> bytes:

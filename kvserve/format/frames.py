@@ -17,6 +17,8 @@ PAYLOAD_FIELD_IN_ENVELOPE: Final = 2
 _ENVELOPE_TAG: Final = bytes([PAYLOAD_FIELD_IN_ENVELOPE << 3 | 2])
 _LAYER_TAG, _CHUNK_TAG, _OFFSET_TAG = b"\x0d", b"\x15", b"\x19"
 _CHECKSUMS_TAG, _PAYLOAD_TAG = b"\x22", b"\x7a"
+_FIELDS_MAX: Final = 32
+"""In a frame that is read: five are known, and each costs the loop a microsecond."""
 PREFIX_SIZE_BYTES_MAX: Final = 64
 """Bound of the envelope without the checksums."""
 
@@ -68,19 +70,23 @@ def decode_frame(message: bytes) -> tuple[FrameHeader, memoryview] | None:
     if not message.startswith(_ENVELOPE_TAG):
         return None
     view = memoryview(message)
-    size, at = _read_varint(view, 1)
+    size, at = read_varint(view, 1)
     if at + size != len(view):
         raise MalformedMessage("a payload frame's envelope does not end with the message")
     numbers = {(1, 5): 0, (2, 5): 0, (3, 1): 0}
     checksums, payload = b"", view[:0]
+    fields = 0
     while at < len(view):
-        tag, at = _read_varint(view, at)
+        fields += 1
+        if fields > _FIELDS_MAX:
+            raise MalformedMessage(f"a payload frame has more than {_FIELDS_MAX} fields")
+        tag, at = read_varint(view, at)
         field, wire_type = tag >> 3, tag & 7
         if wire_type == 0:
-            _, at = _read_varint(view, at)
+            _, at = read_varint(view, at)
             continue
         if wire_type == 2:
-            size, at = _read_varint(view, at)
+            size, at = read_varint(view, at)
         elif wire_type in (1, 5):
             size = 8 if wire_type == 1 else 4
         else:
@@ -99,15 +105,16 @@ def decode_frame(message: bytes) -> tuple[FrameHeader, memoryview] | None:
     return header, payload
 
 
-def _read_varint(view: memoryview, at: int) -> tuple[int, int]:
+def read_varint(view: memoryview, at: int) -> tuple[int, int]:
+    """A protobuf varint and where it ends. Raises `MalformedMessage`."""
     value = shift = 0
     while shift < 64:
         if at >= len(view):
-            raise MalformedMessage("a payload frame is cut short")
+            raise MalformedMessage("the message is cut short")
         byte = view[at]
         at += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, at
         shift += 7
-    raise MalformedMessage("a payload frame has a number of more than 64 bits")
+    raise MalformedMessage("the message has a number of more than 64 bits")

@@ -5,8 +5,10 @@ than that, a piece of it. Frames of that size stay in the CPU's cache between th
 and the send; on gRPC they travel nearly twice as fast as 4 MiB ones.
 """
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Final
 
 from kvserve.model import Span
@@ -48,12 +50,34 @@ def runs(chunk_indexes: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield first, previous - first + 1
 
 
+def leave_out(of_runs: list[tuple[int, int]], chunk_index: int) -> None:
+    """Takes one chunk out of the run that holds it."""
+    at = bisect_right(of_runs, chunk_index, key=itemgetter(0)) - 1
+    first, count = of_runs[at]
+    after = chunk_index + 1
+    parts = [(first, chunk_index - first), (after, first + count - after)]
+    of_runs[at : at + 1] = [run for run in parts if run[1]]
+
+
 def plan_layer(
     layer_index: int, slice_size_bytes: int, chunk_indexes: Sequence[int], *, frame_size_bytes: int
 ) -> Iterator[FramePlan]:
     """The frames that carry one layer of the given chunks (ascending indexes)."""
+    return plan_runs(
+        layer_index, slice_size_bytes, runs(chunk_indexes), frame_size_bytes=frame_size_bytes
+    )
+
+
+def plan_runs(
+    layer_index: int,
+    slice_size_bytes: int,
+    of_runs: Iterable[tuple[int, int]],
+    *,
+    frame_size_bytes: int,
+) -> Iterator[FramePlan]:
+    """The same for chunks that are grouped into runs already."""
     per_frame = min(frame_size_bytes // slice_size_bytes, SLICES_A_FRAME_MAX)
-    for first, count in runs(chunk_indexes):
+    for first, count in of_runs:
         if per_frame:
             whole = Span(0, slice_size_bytes)
             for at in range(first, first + count, per_frame):

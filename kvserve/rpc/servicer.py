@@ -16,18 +16,16 @@ from kvserve.format import chunk_file
 from kvserve.format.frames import FrameHeader, decode_frame
 from kvserve.format.messages import (
     SERVICE,
-    descriptor_from_pb,
-    parse,
     verdicts_to_pb,
 )
 from kvserve.model import (
     ChunkStatus,
-    Descriptor,
     Verdict,
     check_lease_owner,
     check_tenant,
     leading_hits,
 )
+from kvserve.rpc.requests import DescriptorReader, parse_bounded
 from kvserve.rpc.status import with_status
 from kvserve.service import Service
 from kvserve.transfer.planes.grpc import GrpcFetchPlane
@@ -45,6 +43,7 @@ class Servicer:
         self._lease_ttl_s_max = lease_ttl_s_max
         self._service = service
         self._limits = limits
+        self._descriptors = DescriptorReader(service, limits.chunks_max)
         self._file_system = file_system
 
     def handlers(self) -> grpc.GenericRpcHandler:
@@ -66,7 +65,7 @@ class Servicer:
         )
 
     async def get_server_info(self, raw: bytes, context: _Context) -> bytes:
-        parse(pb.GetServerInfoRequest, raw)
+        parse_bounded(pb.GetServerInfoRequest, raw)
         limits = self._limits
         reply = pb.GetServerInfoReply(
             version=kvserve.__version__,
@@ -84,15 +83,15 @@ class Servicer:
         return reply.SerializeToString()
 
     async def lookup(self, raw: bytes, context: _Context) -> bytes:
-        request = parse(pb.LookupRequest, raw)
-        descriptor = self._descriptor(request.descriptor)
+        request = parse_bounded(pb.LookupRequest, raw)
+        where = await self._descriptors.read(request.descriptor)
         leased = 0
         if request.lease_owner or request.lease_ttl_s:
             verdicts, leased = await self._service.lease(
-                descriptor, request.lease_owner, request.lease_ttl_s
+                where, request.lease_owner, request.lease_ttl_s
             )
         else:
-            verdicts = await self._service.lookup(descriptor)
+            verdicts = await self._service.lookup(where)
         chunk_statuses, details = verdicts_to_pb(verdicts)
         reply = pb.LookupReply(
             prefix_chunks=leading_hits(verdicts),
@@ -103,12 +102,12 @@ class Servicer:
         return reply.SerializeToString()
 
     async def delete(self, raw: bytes, context: _Context) -> bytes:
-        request = parse(pb.DeleteRequest, raw)
-        statuses = await self._service.delete(self._descriptor(request.descriptor))
+        request = parse_bounded(pb.DeleteRequest, raw)
+        statuses = await self._service.delete(await self._descriptors.read(request.descriptor))
         return pb.DeleteReply(chunk_statuses=bytes(statuses)).SerializeToString()
 
     async def release(self, raw: bytes, context: _Context) -> bytes:
-        request = parse(pb.ReleaseRequest, raw)
+        request = parse_bounded(pb.ReleaseRequest, raw)
         check_tenant(request.tenant)
         check_lease_owner(request.lease_owner)
         released = self._service.release(request.tenant, request.lease_owner)
@@ -121,29 +120,28 @@ class Servicer:
         return await self._pin(raw, is_pinned=False)
 
     async def _pin(self, raw: bytes, *, is_pinned: bool) -> bytes:
-        request = parse(pb.PinRequest, raw)
-        descriptor = self._descriptor(request.descriptor)
-        statuses = await self._service.pin(descriptor, is_pinned=is_pinned)
+        request = parse_bounded(pb.PinRequest, raw)
+        where = await self._descriptors.read(request.descriptor)
+        statuses = await self._service.pin(where, is_pinned=is_pinned)
         return pb.PinReply(chunk_statuses=bytes(statuses)).SerializeToString()
 
     async def fetch(self, raw: bytes, context: _Context) -> None:
-        request = parse(pb.FetchRequest, raw)
-        descriptor = self._descriptor(request.descriptor)
-        await self._service.fetch(descriptor, tuple(request.layers), GrpcFetchPlane(context.write))
+        request = parse_bounded(pb.FetchRequest, raw)
+        where = await self._descriptors.read(request.descriptor)
+        await self._service.fetch(where, tuple(request.layers), GrpcFetchPlane(context.write))
 
     async def store(self, requests: AsyncIterator[bytes], context: _Context) -> None:
         # `context.read` and not `requests`: a generator step less for every frame.
         first = await context.read()
         if not isinstance(first, bytes):  # the end
             raise InvalidRequest("the store stream ended before `open`")
-        message = parse(pb.StoreRequest, first)
+        message = parse_bounded(pb.StoreRequest, first)
         if message.WhichOneof("message") != "open":
             raise InvalidRequest("the first message of a store must be `open`")
         plane = _GrpcStorePlane(context, self._limits.frame_size_bytes)
-        await self._service.store(self._descriptor(message.open.descriptor), plane)
-
-    def _descriptor(self, message: pb.Descriptor) -> Descriptor:
-        return descriptor_from_pb(message, chunks_max=self._limits.chunks_max)
+        where = await self._descriptors.read(message.open.descriptor)
+        del message, first  # megabytes, maybe, for as long as the store goes on
+        await self._service.store(where, plane)
 
 
 class _GrpcStorePlane:
@@ -165,7 +163,7 @@ class _GrpcStorePlane:
         while isinstance(message := await self._context.read(), bytes):  # else the end
             frame = decode_frame(message)
             if frame is None:
-                kind = parse(pb.StoreRequest, message).WhichOneof("message")
+                kind = parse_bounded(pb.StoreRequest, message).WhichOneof("message")
                 if kind == "finish":
                     self.is_finished = True
                     return

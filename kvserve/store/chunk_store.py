@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 from kvserve.errors import (
     KvserveError,
@@ -30,6 +31,11 @@ from kvserve.store.paths import TempNames, chunk_path, shard_dir
 from kvserve.store.publish import ChunkWriter
 from kvserve.store.quarantine import Quarantine
 from kvserve.store.temp_file import create_temp_blocking
+
+HIT: Final = Verdict(ChunkStatus.HIT)
+"""One for all chunks: a verdict for each of 65,536 would take longer than to look for them."""
+_ABSENT: Final = Verdict(ChunkStatus.MISS_ABSENT)
+_EVICTED: Final = Verdict(ChunkStatus.MISS_EVICTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +118,20 @@ class ChunkStore:
             raise
         self.fs.unlink(f"{probe}.renamed")
 
-    def known(self, where: "ChunkLocations") -> list[Verdict | None]:
-        """By chunk: what was seen of it on the tree lately. Does no I/O; see `KnownChunks`."""
+    def unknown(self, where: "ChunkLocations") -> dict[int, Verdict | None]:
+        """The chunks that were not seen on the tree lately: a miss if they were missed there
+        lately, None if the tree must be asked. Does no I/O; see `KnownChunks`."""
         self._known.refresh()
         has, lacks = self._known.has, self._known.lacks
-        hit = Verdict(ChunkStatus.HIT)
-        return [
-            hit if has(key) else self._absent(key) if lacks(key) else None
-            for key in where.known_keys
-        ]
+        return {
+            index: self._absent(key) if lacks(key) else None
+            for index, key in enumerate(where.known_keys)
+            if not has(key)
+        }
 
     def status_blocking(self, where: "ChunkLocations", chunk_index: int) -> Verdict:
         """HIT or a miss, by one system call: a published file of the right size is a chunk."""
-        path, key = where.path(chunk_index), where.known_keys[chunk_index]
+        path, key = where.path(chunk_index), where.known_key(chunk_index)
         epoch = self._known.epoch
         try:
             found = self.fs.stat(path)
@@ -141,14 +148,14 @@ class ChunkStore:
         if expired is not None:
             return expired
         self._known.add(key, epoch)
-        return Verdict(ChunkStatus.HIT)
+        return HIT
 
     def leased_status_blocking(self, where: "ChunkLocations", chunk_index: int) -> Verdict:
         """The status of a chunk that was just leased: what is a hit now stays one.
 
         Asks the tree: another server may have evicted what this one knows.
         """
-        if self._departures.is_leaving(where.known_keys[chunk_index]):
+        if self._departures.is_leaving(where.known_key(chunk_index)):
             return Verdict(ChunkStatus.MISS_EVICTED, "is being evicted at this moment")
         return self.status_blocking(where, chunk_index)
 
@@ -165,7 +172,7 @@ class ChunkStore:
             )
         except KvserveError as error:
             found = Verdict(ChunkStatus.MISS_ERROR, str(error))
-        key = where.known_keys[chunk_index]
+        key = where.known_key(chunk_index)
         if isinstance(found, Verdict):
             self._known.discard(key)
             return self._absent(key) if found.status is ChunkStatus.MISS_ABSENT else found
@@ -252,7 +259,7 @@ class ChunkStore:
                 size_bytes = where.geometry.file_size_bytes
                 self.ledger.changed(where.descriptor.tenant, directory, size_bytes, 1)
             # Not "seen": what another thread deletes at this moment must not stay known.
-            self._known.appeared(where.known_keys[chunk_index])
+            self._known.appeared(where.known_key(chunk_index))
 
         return published_blocking
 
@@ -264,7 +271,7 @@ class ChunkStore:
         Raises:
             StorageError: the file system refused.
         """
-        key = where.known_keys[chunk_index]
+        key = where.known_key(chunk_index)
         if not self.fs.mark(where.path(chunk_index), is_marked=is_pinned):
             return self._absent(key).status
         return ChunkStatus.PINNED if is_pinned else ChunkStatus.UNPINNED
@@ -279,8 +286,7 @@ class ChunkStore:
         ]
 
     def _absent(self, key: int) -> Verdict:
-        was_evicted = self._departures.was_evicted(key)
-        return Verdict(ChunkStatus.MISS_EVICTED if was_evicted else ChunkStatus.MISS_ABSENT)
+        return _EVICTED if self._departures.was_evicted(key) else _ABSENT
 
     def _expired(self, used_at: float) -> Verdict | None:
         ttl_s = self._policy.ttl_s
@@ -295,7 +301,7 @@ class ChunkStore:
         path = where.path(chunk_index)
         self.open_chunks.forget(path)
         is_gone = self.fs.unlink(path)
-        self._known.discard(where.known_keys[chunk_index])
+        self._known.discard(where.known_key(chunk_index))
         if is_gone:
             size_bytes = where.geometry.file_size_bytes
             self.ledger.changed(where.descriptor.tenant, path.rpartition("/")[0], -size_bytes, -1)
@@ -324,13 +330,21 @@ class ChunkLocations:
         self.shard = shard_dir(first)
         self._directory = f"{root}/{self.shard}"
 
+    def __repr__(self) -> str:
+        return f"<ChunkLocations {self.descriptor.chunk_count} chunks under {self._directory}>"
+
     @cached_property
     def known_keys(self) -> list[int]:
         """By chunk: its key in `KnownChunks`, the same for every server of the tree."""
         return [known_key(self.shard, it) for it in self.descriptor.chunk_hashes]
 
+    def known_key(self, chunk_index: int) -> int:
+        return known_key(self.shard, self.descriptor.chunk_hashes[chunk_index])
+
     def path(self, chunk_index: int) -> str:
         return chunk_path(self._directory, self.descriptor.chunk_hashes[chunk_index])
 
+    @cached_property
     def paths(self) -> Sequence[str]:
-        return [self.path(index) for index in range(self.descriptor.chunk_count)]
+        """By chunk; made once and kept for the next request."""
+        return [chunk_path(self._directory, it) for it in self.descriptor.chunk_hashes]

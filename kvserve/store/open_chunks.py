@@ -12,15 +12,22 @@ original bytes, which never change.
 import math
 import threading
 import time
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
+from typing import Final
 
 from kvserve.errors import StorageError
 from kvserve.format.chunk_file import ChunkGeometry
 from kvserve.fs import FileSystem
 from kvserve.model import ChunkStatus, Verdict
+
+_ABSENT: Final = Verdict(ChunkStatus.MISS_ABSENT)
+# Chunks for which the lock is held without a break: the event loop may wait for it.
+_STRETCH = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +39,7 @@ class OpenChunk:
 
     path: str
     fd: int | None
-    checksums: tuple[int, ...]
+    checksums: "array[int]"
     geometry: ChunkGeometry
     chunk_hash: bytes
     used_at: float = 0.0
@@ -81,6 +88,19 @@ class OpenChunks:
                 self._idle.pop(path, None)
             return chunk
 
+    def acquire_all(self, paths: Sequence[str]) -> list[OpenChunk | None]:
+        """`acquire` for each path; the lock is taken once for many."""
+        found: list[OpenChunk | None] = []
+        for start in range(0, len(paths), _STRETCH):
+            with self._lock:
+                for path in paths[start : start + _STRETCH]:
+                    chunk = self._by_path.get(path)
+                    if chunk is not None:
+                        chunk.users += 1
+                        self._idle.pop(path, None)
+                    found.append(chunk)
+        return found
+
     def acquire_blocking(
         self,
         path: str,
@@ -101,7 +121,7 @@ class OpenChunks:
             return cached
         fd = self._fs.open_read(path)
         if fd is None:
-            return Verdict(ChunkStatus.MISS_ABSENT)
+            return _ABSENT
         keeps_fd = False
         try:
             header = bytearray(geometry.header_size_bytes)
@@ -160,15 +180,22 @@ class OpenChunks:
 
     def release(self, chunk: OpenChunk) -> None:
         """The transfer is done with it. Does no I/O: descriptors are closed by a later opener."""
-        with self._lock:
-            chunk.users -= 1
-            if chunk.users or chunk.fd is None:
-                return
-            if chunk.is_forgotten:
-                self._close_later(chunk)
-            else:
-                chunk.idle_since = self._clock()
-                self._idle[chunk.path] = chunk
+        self.release_all((chunk,))
+
+    def release_all(self, chunks: Iterable[OpenChunk]) -> None:
+        """`release` for each; the lock is taken once for many."""
+        now, remaining = self._clock(), iter(chunks)
+        while stretch := list(islice(remaining, _STRETCH)):
+            with self._lock:
+                for chunk in stretch:
+                    chunk.users -= 1
+                    if chunk.users or chunk.fd is None:
+                        continue
+                    if chunk.is_forgotten:
+                        self._close_later(chunk)
+                    else:
+                        chunk.idle_since = now
+                        self._idle[chunk.path] = chunk
 
     def forget(self, path: str) -> None:
         """No later `acquire` finds it; present users keep reading the original bytes."""

@@ -29,6 +29,9 @@ LEASES_DIR: Final = ".leases"
 EVICTED_DIR: Final = ".evicted"
 _FAN_BITS: Final = 12
 
+# Formatting a number costs more than the rest of a path.
+_FANS: Final = tuple(f"{fan:03x}" for fan in range(1 << _FAN_BITS))
+
 _LOWER: Final = "abcdefghijklmnopqrstuvwxyz"
 _DIGITS: Final = "0123456789"
 
@@ -43,12 +46,12 @@ def shard_dir(key: ChunkKey) -> str:
 
 def chunk_path(shard_directory: str, chunk_hash: bytes) -> str:
     fan = xxhash.xxh3_64_intdigest(chunk_hash) >> (64 - _FAN_BITS)
-    return f"{shard_directory}/{fan:03x}/{chunk_hash.hex()}"
+    return f"{shard_directory}/{_FANS[fan]}/{chunk_hash.hex()}"
 
 
 def fan_dirs(shard_directory: str) -> list[str]:
     """All directories that chunks of one shard can be in."""
-    return [f"{shard_directory}/{fan:03x}" for fan in range(1 << _FAN_BITS)]
+    return [f"{shard_directory}/{fan}" for fan in _FANS]
 
 
 def new_tag(random: Random) -> str:

@@ -16,7 +16,7 @@ replaces whole. A writer that fails or is abandoned removes its file; one that i
 dot name that no reader looks at. What happens where there is no space left: `temp_file.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvserve.errors import StorageError, StorageUnavailable
 from kvserve.format.chunk_file import ChunkGeometry
@@ -67,7 +67,7 @@ class ChunkWriter:
         """There is a temporary file: to be committed or abandoned."""
         return self._file.is_open
 
-    def commit_blocking(self, slice_checksums: list[int]) -> None:
+    def commit_blocking(self, slice_checksums: Sequence[int]) -> None:
         """Steps 3 to 7. On an error nothing is visible and the temporary file is gone."""
         assert self.is_open, "commit before the first write"
         try:
@@ -91,7 +91,7 @@ class ChunkWriter:
         """Removes what was written; does nothing after a commit. May be called twice."""
         self._file.abandon_blocking()
 
-    def _check_slices(self, slice_checksums: list[int]) -> None:
+    def _check_slices(self, slice_checksums: Sequence[int]) -> None:
         """Reads back what was moved from a full part of the file system.
 
         Raises:

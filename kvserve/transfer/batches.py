@@ -1,13 +1,18 @@
 """Blocking calls on the fs threads, many per job: tasks by the batch, never by the chunk."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
+from itertools import chain
+from operator import length_hint
 from typing import Any, TypeVar
 
 # Of file calls that take some 10 to 100 us each: a job is worth its hop, and several run at once.
 _BATCH = 16
-_BATCHES_MAX = 8
+_JOBS_MAX = 8
+# Of quick calls a job takes several batches: each job costs the loop some 50 us.
+_JOB_S = 0.002
 _T = TypeVar("_T")
 
 
@@ -31,28 +36,27 @@ async def quiet(jobs: Iterable["asyncio.Future[Any]"]) -> None:
 async def in_batches(
     threads: Executor, call: Callable[[int], _T], indexes: Sequence[int]
 ) -> list[_T]:
-    """`call` for each index, results in order; at most `_BATCHES_MAX` jobs of it at once.
+    """`call` for each index, results in order; at most `_JOBS_MAX` jobs of it at once.
 
     When this ends none of the calls runs any more, also when it is cancelled or a call raises: what
     they touch belongs to the caller again.
     """
-
-    def batch_blocking(batch: Sequence[int]) -> list[_T]:
-        return [call(index) for index in batch]
-
     loop = asyncio.get_running_loop()
-    results: list[_T] = []
-    size = _BATCH * _BATCHES_MAX
-    for start in range(0, len(indexes), size):
-        part = indexes[start : start + size]
-        jobs: list[asyncio.Future[list[_T]]] = [
-            loop.run_in_executor(threads, batch_blocking, part[at : at + _BATCH])
-            for at in range(0, len(part), _BATCH)
-        ]
+    results: dict[int, list[_T]] = {}
+    # Shared by the jobs; Python's lock makes each take from it whole.
+    starts = iter(range(0, len(indexes), _BATCH))
+
+    def job_blocking() -> None:
+        ends_at = time.monotonic() + _JOB_S
+        for start in starts:
+            results[start] = [call(index) for index in indexes[start : start + _BATCH]]
+            if time.monotonic() >= ends_at:
+                return
+
+    while left := length_hint(starts):
+        jobs = [loop.run_in_executor(threads, job_blocking) for _ in range(min(left, _JOBS_MAX))]
         await quiet(jobs)
         errors = [error for job in jobs if (error := job.exception()) is not None]
         if errors:
             raise errors[0]
-        for job in jobs:
-            results.extend(job.result())
-    return results
+    return list(chain.from_iterable(results[start] for start in sorted(results)))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from kvserve.format.frames import FrameHeader
-from kvserve.format.plan import FramePlan, plan_layer
+from kvserve.format.plan import FramePlan, leave_out, plan_runs, runs
 from kvserve.format.verify import SliceVerifier
 from kvserve.model import ChunkStatus, Layout, Verdict
 from kvserve.transfer.batches import quiet
@@ -62,6 +62,8 @@ class FetchPump(Generic[C]):
         self._plane = plane
         self._layout = layout
         self._chunks = list(chunks)
+        present = [index for index, chunk in enumerate(chunks) if chunk is not None]
+        self._runs = list(runs(present))
         self._frame_size_bytes = frame_size_bytes
         self._frames_in_flight = frames_in_flight
         self._verifier = SliceVerifier()
@@ -91,11 +93,12 @@ class FetchPump(Generic[C]):
 
     def _plans(self, layers: Sequence[int]) -> Iterator[FramePlan]:
         for layer_index in layers:
-            present = [index for index, chunk in enumerate(self._chunks) if chunk is not None]
-            yield from plan_layer(
+            if not self._runs:
+                return
+            yield from plan_runs(
                 layer_index,
                 self._layout.slice_sizes[layer_index],
-                present,
+                tuple(self._runs),  # as of now: a chunk that turns bad splits its run
                 frame_size_bytes=self._frame_size_bytes,
             )
 
@@ -176,6 +179,7 @@ class FetchPump(Generic[C]):
         if fault is None:
             return True
         self._chunks[chunk_index] = None
+        leave_out(self._runs, chunk_index)
         self.faults[chunk_index] = fault
         if fault.status is ChunkStatus.MISS_CORRUPT:
             rejecting = asyncio.get_running_loop().run_in_executor(

@@ -1,5 +1,6 @@
 """What the pumps need of a store; `service` hands them the real one. See `store/chunk_store.py`."""
 
+from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from kvserve.model import Verdict
@@ -9,7 +10,7 @@ class StoredChunk(Protocol):
     """A chunk that is open for reading; `checksums` by layer index."""
 
     @property
-    def checksums(self) -> tuple[int, ...]: ...
+    def checksums(self) -> Sequence[int]: ...
 
 
 C = TypeVar("C", bound=StoredChunk)
@@ -39,5 +40,5 @@ class SliceSink(Protocol):
     def write_blocking(self, layer_index: int, slice_offset: int, data: memoryview) -> None:
         """Raises `StorageError`."""
 
-    def commit_blocking(self, slice_checksums: list[int]) -> None:
+    def commit_blocking(self, slice_checksums: Sequence[int]) -> None:
         """Raises `StorageError`; the chunk is then not visible."""

@@ -12,7 +12,7 @@ write fails is dropped and reported; the others go on.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from typing import Any
 
@@ -39,7 +39,8 @@ def failure_verdict(error: KvserveError) -> Verdict:
 
 
 class StorePump:
-    """Runs one store. `writers` by chunk index; `verdicts` say how each ended.
+    """Runs one store. `writer` gives the sink of a needed chunk, the same each time, and is called
+    by the fs threads; `verdicts`, by chunk index, say how each needed chunk ended.
 
     Call `feed` for each frame, then `finish`; always `close`.
     """
@@ -47,14 +48,14 @@ class StorePump:
     def __init__(
         self,
         session: StoreSession,
-        writers: Mapping[int, SliceSink],
+        writer: Callable[[int], SliceSink],
         threads: Executor,
         *,
         layer_stored: Callable[[int], Awaitable[None]],
         frames_in_flight: int,
     ) -> None:
         self._session = session
-        self._writers = writers
+        self._writer = writer
         self._threads = threads
         self._layer_stored = layer_stored
         self._frames_in_flight = frames_in_flight
@@ -99,11 +100,12 @@ class StorePump:
         await self._idle.wait()
         self._check()
         if may_publish and self._session.is_complete:
-            await in_batches(self._threads, self._commit_blocking, list(self._writers))
+            positions = range(len(self._session.needed))
+            await in_batches(self._threads, self._commit_blocking, positions)
         else:
             text = f"the store ended early: {self._session.progress}"
-            for chunk_index in self._writers:
-                self.verdicts.setdefault(chunk_index, Verdict(ChunkStatus.INCOMPLETE, text))
+            incomplete = Verdict(ChunkStatus.INCOMPLETE, text)
+            self.verdicts = dict.fromkeys(self._session.needed, incomplete) | self.verdicts
         if self._reporter is not None:
             await self._reporter
 
@@ -173,16 +175,18 @@ class StorePump:
             if write.chunk_index in self.verdicts:
                 continue  # failed before
             try:
-                writer = self._writers[write.chunk_index]
+                writer = self._writer(write.chunk_index)
                 writer.write_blocking(write.layer_index, write.slice_offset, write.data)
             except KvserveError as error:
                 self.verdicts.setdefault(write.chunk_index, failure_verdict(error))
 
-    def _commit_blocking(self, chunk_index: int) -> None:
+    def _commit_blocking(self, position: int) -> None:
+        chunk_index = self._session.needed[position]
         if chunk_index in self.verdicts:
             return  # a write failed
         try:
-            self._writers[chunk_index].commit_blocking(self._session.checksums[chunk_index])
+            checksums = self._session.checksums_of(position)
+            self._writer(chunk_index).commit_blocking(checksums)
             self.verdicts[chunk_index] = Verdict(ChunkStatus.STORED)
         except KvserveError as error:
             self.verdicts[chunk_index] = failure_verdict(error)

@@ -7,10 +7,12 @@ that came with it before its bytes count. Breaking a rule raises `InvalidRequest
 store; chunks that are not complete then are never visible.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvserve.errors import InvalidRequest
+from kvserve.format.chunk_file import checksums_from
 from kvserve.format.frames import FrameHeader
 from kvserve.format.plan import SLICES_A_FRAME_MAX
 from kvserve.format.verify import SliceVerifier
@@ -39,7 +41,8 @@ class StoreSession:
         self._position = 0
         self._offset = 0
         self._verifier = SliceVerifier()
-        self.checksums: dict[int, list[int]] = {index: [0] * layout.layer_count for index in needed}
+        # By layer, as they came: 8 bytes for each needed chunk, and none before its slice is there.
+        self._checksums = [bytearray() for _ in self._sizes]
 
     def __repr__(self) -> str:
         return (
@@ -51,6 +54,16 @@ class StoreSession:
     def progress(self) -> str:
         """For a person."""
         return f"{len(self._done_layers)} of {len(self._sizes)} layers had come"
+
+    @property
+    def needed(self) -> Sequence[int]:
+        """The chunks whose payload has to come, ascending."""
+        return self._needed
+
+    def checksums_of(self, position: int) -> "array[int]":
+        """The slice checksums, by layer, of `needed[position]`; once every layer has come."""
+        at = 8 * position
+        return checksums_from(b"".join(of_layer[at : at + 8] for of_layer in self._checksums))
 
     @property
     def is_complete(self) -> bool:
@@ -98,7 +111,6 @@ class StoreSession:
             at += len(part)
             self._offset += len(part)
             if ends:
-                self.checksums[chunk_index][header.layer_index] = expected
                 ended += 1
                 self._offset = 0
                 self._position += 1
@@ -107,6 +119,7 @@ class StoreSession:
                 f"layer {header.layer_index}: {len(header.checksums)} bytes of checksums for "
                 f"{ended} slices that end in the frame; 8 bytes each"
             )
+        self._checksums[header.layer_index] += header.checksums
         completes = self._position == len(self._needed)
         if completes:
             self._done_layers.add(header.layer_index)

@@ -113,9 +113,13 @@ def expected(layer: int, chunk: int) -> bytes:
     return bytes(PAYLOAD[at : at + SIZE])
 
 
+async def store(service: Service, sender: Sender) -> None:
+    await service.store(service.locate(DESCRIPTOR), sender)
+
+
 async def fetch(service: Service, descriptor: Descriptor = DESCRIPTOR) -> Receiver:
     receiver = Receiver()
-    await service.fetch(descriptor, (), receiver)  # type: ignore[arg-type]
+    await service.fetch(service.locate(descriptor), (), receiver)  # type: ignore[arg-type]
     for (layer, chunk), data in receiver.slices.items():
         assert data == expected(layer, chunk), "wrong bytes were delivered as good"
     for chunk, verdict in enumerate(receiver.verdicts):
@@ -140,7 +144,7 @@ async def test_every_call_of_a_store_fails_once(
         sender = Sender()
         raised = False
         try:
-            await service_over(fs, root, threads, power=power).store(DESCRIPTOR, sender)
+            await store(service_over(fs, root, threads, power=power), sender)
         except KvserveError:
             raised = True  # refused as a whole, before any chunk
         clean = service_over(FaultyFileSystem(), root, threads)
@@ -160,7 +164,7 @@ async def test_every_call_of_a_store_fails_once(
         left = [path for path in temp_files(root) if fs.calls[fails_at - 1] != "unlink"]
         assert left == [], f"call {fails_at} ({fs.calls[fails_at - 1]}) left files"
         again = Sender()
-        await clean.store(DESCRIPTOR, again)
+        await store(clean, again)
         assert all(verdict.status.is_stored for verdict in again.verdicts)
     raise AssertionError("the sweep did not end")
 
@@ -173,7 +177,7 @@ async def test_full_storage_targets(
     # The second layer does not fit.
     fs = FullTargetsFileSystem(full=full, room_bytes=2 * SIZE + 100)
     sender = Sender()
-    await service_over(fs, tmp_path, threads).store(DESCRIPTOR, sender)
+    await store(service_over(fs, tmp_path, threads), sender)
     is_full = len(full) == 3
     expected_status = ChunkStatus.NO_SPACE if is_full else ChunkStatus.STORED
     assert {verdict.status for verdict in sender.verdicts} == {expected_status}
@@ -189,7 +193,7 @@ async def test_every_call_of_a_fetch_fails_once(
 ) -> None:
     """A miss with its reason for that chunk only; the next fetch has everything."""
     root = tmp_path / "kv"
-    await service_over(FaultyFileSystem(), root, threads).store(DESCRIPTOR, Sender())
+    await store(service_over(FaultyFileSystem(), root, threads), Sender())
     for fails_at in range(1, 500):
         fs = FaultyFileSystem(fails_at, verbs=READING | CHANGING)
         service = service_over(fs, root, threads)
@@ -234,7 +238,7 @@ async def test_power_loss(tmp_path: Path, threads: ThreadPoolExecutor, power: bo
     root.mkdir()
     fs = FaultyFileSystem()
     sender = Sender()
-    await service_over(fs, root, threads, power=power).store(DESCRIPTOR, sender)
+    await store(service_over(fs, root, threads, power=power), sender)
     assert all(verdict.status is ChunkStatus.STORED for verdict in sender.verdicts)
     await asyncio.to_thread(fs.lose_unsynced)
     receiver = await fetch(service_over(FaultyFileSystem(), root, threads))
@@ -243,5 +247,5 @@ async def test_power_loss(tmp_path: Path, threads: ThreadPoolExecutor, power: bo
     else:
         assert all(verdict.status is not ChunkStatus.HIT for verdict in receiver.verdicts)
     again = Sender()
-    await service_over(FaultyFileSystem(), root, threads).store(DESCRIPTOR, again)
+    await store(service_over(FaultyFileSystem(), root, threads), again)
     assert all(verdict.status.is_stored for verdict in again.verdicts)

@@ -103,7 +103,7 @@ BAD_DESCRIPTORS = {
         _change(
             identity__layout__layers=[pb.LayerRun(kind=3, count=1, opaque_bytes=1)] * 1_000_000
         ),
-        "layout.layers must be 1 to 4096",
+        "more than 131072 bytes beside its chunk_hashes: too many layout.layers",
     ),
     "more slices than a transfer may have": (
         _change(

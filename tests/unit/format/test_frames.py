@@ -191,3 +191,9 @@ def test_a_damaged_frame_is_decoded_or_refused_never_worse(
         decode_frame(bytes(message))
     except MalformedMessage:
         return
+
+
+def test_a_frame_of_a_million_fields_is_refused_at_once() -> None:
+    """Unknown fields of two bytes each would hold the event loop for a second."""
+    with pytest.raises(MalformedMessage, match="more than 32 fields"):
+        decode_frame(envelope(b"\x48\x00" * 1_000_000))

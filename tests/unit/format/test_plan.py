@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvserve.format.plan import FramePlan, plan_layer, runs
+from kvserve.format.plan import FramePlan, leave_out, plan_layer, runs
 from kvserve.model import Span
 
 chunk_sets = st.sets(st.integers(0, 60), max_size=40).map(sorted)
@@ -87,3 +87,13 @@ def test_runs_are_maximal_and_lose_nothing(chunks: list[int]) -> None:
     assert [first + n for first, count in found for n in range(count)] == chunks
     for (first, count), (after, _) in pairwise(found):
         assert first + count < after, "neighbours belong in one run"
+
+
+@given(chunk_sets.filter(bool), st.data())
+def test_a_chunk_left_out_is_in_no_run(chunks: list[int], data: st.DataObject) -> None:
+    gone = data.draw(st.lists(st.sampled_from(chunks), unique=True))
+    of_runs = list(runs(chunks))
+    for chunk_index in gone:
+        leave_out(of_runs, chunk_index)
+    left = [index for first, count in of_runs for index in range(first, first + count)]
+    assert left == sorted(set(chunks) - set(gone))

@@ -90,7 +90,7 @@ class TestCache:
         cache = Cache(tree, 8)
         chunk = cache.acquire(3)
         assert chunk.offsets == GEOMETRY.slice_offsets
-        assert chunk.checksums == tuple(checksum(slice_of(layer, 3, 256)) for layer in range(2))
+        assert list(chunk.checksums) == [checksum(slice_of(layer, 3, 256)) for layer in range(2)]
         assert first_layer(chunk) == slice_of(0, 3, 256)
         cache.chunks.release(chunk)
         cache.chunks.close_idle_blocking()
@@ -113,6 +113,21 @@ class TestCache:
         assert wrong.status is ChunkStatus.MISS_IDENTITY
         assert absent == Verdict(ChunkStatus.MISS_ABSENT)
         assert open_files() == before
+        assert cache.taken == 0
+
+    def test_many_are_acquired_and_released_like_one_by_one(self, tree: Path) -> None:
+        cache = Cache(tree, 8)
+        held = [cache.acquire(index) for index in range(6)]
+        paths = [cache.path(index) for index in (5, 99, 0, 7)] * 300
+        found = cache.chunks.acquire_all(paths)
+        assert found == [held[5], None, held[0], None] * 300
+        cache.chunks.forget(cache.path(0))
+        cache.chunks.release_all(chunk for chunk in found if chunk is not None)
+        assert [chunk.users for chunk in held] == [1] * 6
+        cache.chunks.release_all(held)
+        cache.chunks.close_released_blocking()
+        assert cache.taken == 5, "the forgotten one is closed, the others stay for the next reader"
+        cache.chunks.close_idle_blocking()
         assert cache.taken == 0
 
     def test_nothing_open_is_found_without_io(self, tree: Path) -> None:

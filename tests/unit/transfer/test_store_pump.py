@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -37,10 +37,10 @@ class MemorySink:
             raise self.error
         self.slices[layer_index][slice_offset : slice_offset + len(data)] = data
 
-    def commit_blocking(self, slice_checksums: list[int]) -> None:
+    def commit_blocking(self, slice_checksums: Sequence[int]) -> None:
         if self.commit_error is not None:
             raise self.commit_error
-        self.committed = slice_checksums
+        self.committed = list(slice_checksums)
 
     def is_whole(self, index: int) -> bool:
         wanted = [slice_of(layer, index, size) for layer, size in enumerate(SMALL.slice_sizes)]
@@ -57,7 +57,7 @@ class Store:
         self.stored_layers: list[int] = []
         self.pump = StorePump(
             StoreSession(SMALL, NEEDED, frame_size_bytes_max=1 << 20),
-            self.sinks,
+            self.sinks.__getitem__,
             threads,
             layer_stored=self._layer_stored,
             frames_in_flight=frames_in_flight,

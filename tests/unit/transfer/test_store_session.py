@@ -1,5 +1,6 @@
 """The server's rules for the frames of one store: each broken rule is refused and said."""
 
+import tracemalloc
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from kvserve.errors import InvalidRequest
 from kvserve.format.chunk_file import checksum
 from kvserve.format.frames import FrameHeader
+from kvserve.model import Layout, opaque
 from kvserve.transfer.store_session import SliceWrite, StoreSession
 from tests.unit.samples import HYBRID, SMALL, frames_of, slice_of
 
@@ -66,12 +68,10 @@ class TestGoodStores:
             for layer in range(3)
             for chunk in needed
         }
-        assert session.checksums == {
-            chunk: [
+        for position, chunk in enumerate(needed):
+            assert list(session.checksums_of(position)) == [
                 checksum(slice_of(layer, chunk, HYBRID.slice_sizes[layer])) for layer in range(3)
             ]
-            for chunk in needed
-        }
 
     def test_writes_are_views_into_the_frame(self) -> None:
         session = StoreSession(SMALL, [0], frame_size_bytes_max=1 << 20)
@@ -272,3 +272,14 @@ def test_no_frame_raises_anything_else(
         except InvalidRequest:
             return
         assert all(0 <= write.slice_offset < SIZE for write in writes)
+
+
+def test_slices_that_have_not_come_take_no_memory() -> None:
+    """A descriptor of 4 million slices costs its sender 2 MB; it must not cost the server more."""
+    layout = Layout("uint8", 1, (opaque(1),) * 64)
+    tracemalloc.start()
+    session = StoreSession(layout, range(65_536), frame_size_bytes_max=1 << 20)
+    session.feed(FrameHeader(0, 0, 0, sums(b"x") * 256), memoryview(b"x" * 256))
+    taken = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert taken < 256 << 10

@@ -1,0 +1,132 @@
+"""Requests from raw bytes to chunk locations, whatever their size, without holding the event loop.
+
+A request per layer brings the same descriptor each time: those that cost something to decode are
+kept, by their exact bytes, with the paths that were made for them.
+"""
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import xxhash
+from google.protobuf.message import Message
+
+from kvserve.errors import InvalidRequest, Overloaded
+from kvserve.format.messages import descriptor_from_pb, parse
+from kvserve.format.request_size import BESIDE_HASHES_BYTES_MAX, size_beside
+from kvserve.model import HASH_SIZE_BYTES_MIN
+from kvserve.service import Service
+from kvserve.store.chunk_store import ChunkLocations
+from kvserve.transfer.long_steps import CHUNKS_IN_PLACE_MAX
+from kvserve.v1 import kvserve_pb2 as pb
+
+M = TypeVar("M", bound=Message)
+
+KEPT_CHUNKS_MAX: Final = 1 << 17
+"""Of all kept descriptors; some 340 bytes each."""
+WAITING_BYTES_MAX: Final = 128 << 20
+"""Of encoded descriptors that wait to be decoded."""
+_HASHES_PATHS: Final = {
+    pb.LookupRequest: (1, 5),
+    pb.DeleteRequest: (1, 5),
+    pb.PinRequest: (1, 5),
+    pb.FetchRequest: (1, 5),
+    pb.StoreRequest: (1, 1, 5),
+}
+"""Field numbers that lead to the chunk hashes."""
+
+
+def parse_bounded(kind: type[M], raw: bytes) -> M:
+    """Raises `MalformedMessage`, or `InvalidRequest` if too much of it is not chunk hashes."""
+    at_most = BESIDE_HASHES_BYTES_MAX
+    if len(raw) > at_most:
+        path = _HASHES_PATHS.get(kind)
+        if path is None or size_beside(raw, path, at_most) > at_most:
+            raise InvalidRequest(
+                f"a {kind.__name__} has more than {at_most} bytes beside its chunk_hashes: too "
+                "many layout.layers, layer_order or layers, or fields unknown to this version"
+            )
+    return parse(kind, raw)
+
+
+@dataclass(slots=True)
+class _Kept:
+    encoded: bytes
+    where: ChunkLocations
+
+
+class KeptLocations:
+    """The descriptors asked for last, within a bound on their chunks. Safe from any thread."""
+
+    def __init__(self, chunks_max: int = KEPT_CHUNKS_MAX) -> None:
+        self._chunks_max = chunks_max
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
+        self.chunk_count = 0
+
+    def get(self, encoded: bytes) -> ChunkLocations | None:
+        key = xxhash.xxh3_128_digest(encoded)
+        with self._lock:
+            kept = self._kept.get(key)
+            # The digest only finds it: two descriptors with one digest are not one.
+            if kept is None or kept.encoded != encoded:
+                return None
+            self._kept.move_to_end(key)
+            return kept.where
+
+    def put(self, encoded: bytes, where: ChunkLocations) -> None:
+        key = xxhash.xxh3_128_digest(encoded)
+        with self._lock:
+            self._drop(key)
+            self._kept[key] = _Kept(encoded, where)
+            self.chunk_count += where.descriptor.chunk_count
+            while self.chunk_count > self._chunks_max:
+                self._drop(next(iter(self._kept)))
+
+    def _drop(self, key: bytes) -> None:
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            self.chunk_count -= kept.where.descriptor.chunk_count
+
+
+class DescriptorReader:
+    """One per server."""
+
+    def __init__(self, service: Service, chunks_max: int) -> None:
+        self._service = service
+        self._chunks_max = chunks_max
+        self._kept = KeptLocations()
+        self._waiting_bytes = 0
+
+    async def read(self, message: pb.Descriptor) -> ChunkLocations:
+        """Raises `InvalidRequest`, or `Overloaded` if too much waits to be decoded."""
+        size_bytes = len(message.chunk_hashes)
+        if size_bytes <= CHUNKS_IN_PLACE_MAX * HASH_SIZE_BYTES_MIN:
+            return self._decode(message)
+        encoded = message.SerializeToString()
+        kept = self._kept.get(encoded)
+        if kept is not None:
+            return kept
+        if self._waiting_bytes and self._waiting_bytes + size_bytes > WAITING_BYTES_MAX:
+            raise Overloaded(
+                f"{self._waiting_bytes} bytes of descriptors wait to be decoded; retry",
+                retry_after_s=0.1,
+            )
+
+        def decode() -> ChunkLocations:
+            # A request before this one in the line may have brought the same.
+            where = self._kept.get(encoded)
+            if where is None:
+                where = self._decode(message)
+                self._kept.put(encoded, where)
+            return where
+
+        self._waiting_bytes += size_bytes
+        try:
+            return await self._service.long_steps.run(size_bytes // HASH_SIZE_BYTES_MIN, decode)
+        finally:
+            self._waiting_bytes -= size_bytes
+
+    def _decode(self, message: pb.Descriptor) -> ChunkLocations:
+        return self._service.locate(descriptor_from_pb(message, chunks_max=self._chunks_max))
