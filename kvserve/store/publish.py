@@ -2,7 +2,8 @@
 
 Order is the whole design:
 
-1. create `.NAME.XXXXXX` beside the final name    O_EXCL: no two writers share a file
+1. create `.NAME.XXXXXX` beside the final name    O_EXCL: no two writers share a file; zeros where
+                                                  the header comes: later it finds its space
 2. write the slices, in any order                 offsets come from the layout alone
 3. write the header                               without it the file is no chunk
 4. fsync (durability "power")                     bytes reach the disk before the name does
@@ -81,6 +82,7 @@ class ChunkWriter:
             self._fd = fd
         else:
             self._fs.close(fd)
+        self._write(bytes(self._geometry.header_size_bytes), 0)
 
     @property
     def is_open(self) -> bool:

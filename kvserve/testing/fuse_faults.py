@@ -1,8 +1,8 @@
 """The process behind `fuse_mount.FaultyMount`: a pass-through file system that fails on demand.
 
-`python -m kvserve.testing.fuse_faults BACKING MOUNT {direct|cached}` mounts with libfuse and serves
-until its standard input ends. Each line there is a JSON command, each answered by a line on standard
-output; the first line there says that the mount is up. Needs libfuse 3 and `mfusepy`.
+`python -m kvserve.testing.fuse_faults BACKING MOUNT direct` (or `cached`) mounts with libfuse and
+serves until its standard input ends. Each line there is a JSON command, each answered by a line on
+standard output; the first line there says that the mount is up. Needs libfuse 3 and `mfusepy`.
 
 Every operation goes to the backing directory as it is. Before, the first `Fault` that matches it is
 carried out: an errno, a delay, a hang until released, half the bytes, or a flipped bit.
@@ -20,8 +20,23 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 OPERATIONS = frozenset(
-    "getattr open create read write flush fsync fsyncdir rename unlink mkdir rmdir readdir statfs "
-    "truncate".split()
+    [
+        "getattr",
+        "open",
+        "create",
+        "read",
+        "write",
+        "flush",
+        "fsync",
+        "fsyncdir",
+        "rename",
+        "unlink",
+        "mkdir",
+        "rmdir",
+        "readdir",
+        "statfs",
+        "truncate",
+    ]
 )
 _THREADS_MAX = 100
 
@@ -130,7 +145,7 @@ class PassThrough:
     def getattr(self, path: str | None, fh: int | None = None) -> dict[str, float]:
         self._faults.strike("getattr", self._path(path, fh))
         found = os.fstat(fh) if fh is not None else os.lstat(self._real(path))
-        names = "mode ino dev nlink uid gid size blocks".split()
+        names = ["mode", "ino", "dev", "nlink", "uid", "gid", "size", "blocks"]
         attributes = {f"st_{name}": getattr(found, f"st_{name}") for name in names}
         for name in ("atime", "mtime", "ctime"):
             attributes[f"st_{name}"] = getattr(found, f"st_{name}_ns")
@@ -220,7 +235,17 @@ class PassThrough:
     def statfs(self, path: str) -> dict[str, int]:
         self._faults.strike("statfs", path)
         found = os.statvfs(self._backing)
-        names = "bsize frsize blocks bfree bavail files ffree favail namemax".split()
+        names = [
+            "bsize",
+            "frsize",
+            "blocks",
+            "bfree",
+            "bavail",
+            "files",
+            "ffree",
+            "favail",
+            "namemax",
+        ]
         return {f"f_{name}": getattr(found, f"f_{name}") for name in names}
 
     def _keep(self, fh: int, path: str) -> int:

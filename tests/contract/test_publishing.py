@@ -139,7 +139,7 @@ class TestFailingPuts:
             "make_dirs",
             *["sync_dir"] * 5,  # root, tenant, namespace, shard, fan
             "create",
-            *["write_all"] * (len(SIZES) + 2),  # slices, the end's padding, the header
+            *["write_all"] * (len(SIZES) + 3),  # the header's room, slices, padding, the header
             "sync",
             "close",
             "rename",
