@@ -1,5 +1,5 @@
 """What a server does in the background for the tree: shows that it lives, sweeps after the dead,
-closes files that nobody reads any more.
+closes files that nobody reads any more, removes what it could not remove before.
 
 All run on a thread of their own, a step at a time. An error of the file system is logged and tried
 again in the next round; it never ends the server, and requests never wait for any of this.
@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from kvserve.errors import KvserveError
-from kvserve.fs import FileSystem
-from kvserve.store.open_chunks import OpenChunks
+from kvserve.store.chunk_store import ChunkStore
 from kvserve.store.owners import Owner
 from kvserve.store.sweep import sweep_blocking
 
@@ -31,16 +30,12 @@ class Upkeep:
 
     def __init__(
         self,
-        fs: FileSystem,
-        root: str,
+        store: ChunkStore,
         owner: Owner,
-        open_chunks: OpenChunks,
         *,
         sweep_interval_s: float,
     ) -> None:
-        self._open_chunks = open_chunks
-        self._fs = fs
-        self._root = root
+        self._store = store
         self._owner = owner
         # Its own thread: the claim must be shown in time however busy the others are.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="upkeep")
@@ -83,12 +78,13 @@ class Upkeep:
 
     async def _beat(self) -> None:
         await self._run(self._owner.beat_blocking)
+        await self._run(self._store.remove_left_blocking)
 
     async def _close_idle(self) -> None:
-        await self._run(self._open_chunks.close_idle_blocking, _IDLE_FILES_S)
+        await self._run(self._store.open_chunks.close_idle_blocking, _IDLE_FILES_S)
 
     async def _sweep(self) -> None:
-        steps = sweep_blocking(self._fs, self._root, self._owner)
+        steps = sweep_blocking(self._store.fs, self._store.root, self._owner)
         result = None
         while (found := await self._run(next, steps, None)) is not None:
             result = found

@@ -100,11 +100,7 @@ class Server:
         await server.start()
         self._server, self._tree = server, tree
         self._upkeep = Upkeep(
-            tree.store.fs,
-            tree.store.root,
-            tree.owner,
-            tree.store.open_chunks,
-            sweep_interval_s=config.store.sweep_interval_s,
+            tree.store, tree.owner, sweep_interval_s=config.store.sweep_interval_s
         )
         self._upkeep.start()
         for name in ("", SERVICE):

@@ -6,19 +6,26 @@ miss and the next put heals it.
 """
 
 import contextlib
+import logging
 from collections.abc import Sequence
 from functools import cached_property
 
-from kvserve.errors import KvserveError, StorageError
+from kvserve.errors import KvserveError, StorageError, StorageFull, StorageUnavailable
 from kvserve.format.chunk_file import ChunkGeometry
 from kvserve.fs import FileSystem
 from kvserve.model import ChunkKey, ChunkStatus, Descriptor, Verdict
 from kvserve.store.known import KnownChunks, known_key
 from kvserve.store.namespaces import Namespaces
 from kvserve.store.open_chunks import OpenChunk, OpenChunks
-from kvserve.store.paths import QUARANTINE_DIR, TempNames, chunk_path, shard_dir
+from kvserve.store.paths import QUARANTINE_DIR, SERVERS_DIR, TempNames, chunk_path, shard_dir
 from kvserve.store.publish import ChunkWriter
-from kvserve.store.temp_file import create_temp_blocking
+from kvserve.store.temp_file import (
+    create_temp_blocking,
+    remove_left_blocking,
+    remove_temp_blocking,
+)
+
+log = logging.getLogger(__name__)
 
 
 class ChunkStore:
@@ -40,6 +47,7 @@ class ChunkStore:
         self._survives_power_loss = survives_power_loss
         self._namespaces = Namespaces(fs, root, names, survives_power_loss=survives_power_loss)
         self._known = known
+        self._is_claimed = False
         self.open_chunks = OpenChunks(fs, open_files_max)
 
     def __repr__(self) -> str:
@@ -52,10 +60,26 @@ class ChunkStore:
     def check_root_blocking(self) -> None:
         """Writes, syncs, renames and removes a small file in the root.
 
+        A full file system is only warned of: what is stored there can be served.
+
         Raises:
             StorageError: with the step, the path and the errno that refused.
         """
         self.fs.make_dirs(self.root)
+        self._is_claimed = self._has_claims_blocking()
+        try:
+            self._probe_blocking()
+        except StorageFull as error:
+            log.warning(
+                "the root %s is full: what is stored is served, new chunks end as NO_SPACE: %s",
+                self.root,
+                error,
+            )
+
+    def _has_claims_blocking(self) -> bool:
+        return self.fs.size(f"{self.root}/{SERVERS_DIR}") is not None
+
+    def _probe_blocking(self) -> None:
         # A name of its own: servers start together, with the same pid in their containers.
         probe, fd = create_temp_blocking(
             self.fs, f"{self.root}/probe", self._names, survives_power_loss=False
@@ -68,7 +92,7 @@ class ChunkStore:
                 self.fs.close(fd)
             self.fs.rename(probe, f"{probe}.renamed")
         except StorageError:
-            self.fs.unlink(probe)
+            remove_temp_blocking(self.fs, self._names, probe)
             raise
         self.fs.unlink(f"{probe}.renamed")
 
@@ -168,8 +192,26 @@ class ChunkStore:
             survives_power_loss=self._survives_power_loss,
         )
 
+    def remove_left_blocking(self) -> None:
+        """Another try for temporary files that could not be removed."""
+        remove_left_blocking(self.fs, self._names)
+
     def ensure_namespace_blocking(self, key: ChunkKey) -> None:
-        self._namespaces.ensure_blocking(key)
+        """Before the first write of a store.
+
+        Raises:
+            StorageError: the file system refused, or it is not the one that the server started on:
+                under a mount that is gone there is an empty directory, most likely on a local disk.
+        """
+        if self._is_claimed and not self._has_claims_blocking():
+            raise StorageUnavailable(
+                f"{self.root} has no {SERVERS_DIR} any more: is its file system still mounted?"
+            )
+        try:
+            self._namespaces.ensure_blocking(key)
+        except StorageFull as error:
+            # The file is for people; each chunk says for itself whether it fits.
+            log.warning("a namespace has no identity file until there is space: %s", error)
 
     def delete_blocking(self, where: "ChunkLocations", chunk_index: int) -> ChunkStatus:
         path = where.path(chunk_index)
@@ -188,13 +230,15 @@ class ChunkStore:
         self.open_chunks.forget(path)
         directory = f"{self.root}/{QUARANTINE_DIR}"
         flat = path[len(self.root) + 1 :].replace("/", "@")
-        with contextlib.suppress(StorageError):
+        try:
             if self.fs.is_same(fd, path):
                 self.fs.make_dirs(directory)
                 self.fs.rename(path, f"{directory}/{flat}")
                 if not self.fs.is_same(fd, f"{directory}/{flat}"):
                     # A good file took the name between the check and the move: put it back.
                     self.fs.rename(f"{directory}/{flat}", path)
+        except StorageError as error:
+            log.warning("a damaged chunk stays at its place, as a miss: %s", error)
         shard_directory, _, name = path.rsplit("/", 2)
         self._known.discard(known_key(shard_directory, bytes.fromhex(name)))
 

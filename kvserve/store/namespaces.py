@@ -12,7 +12,7 @@ from kvserve.format.identity import differences, model_of
 from kvserve.fs import FileSystem
 from kvserve.model import ChunkKey
 from kvserve.store.paths import IDENTITY_NAME, TempNames, chunk_path, namespace_dir
-from kvserve.store.temp_file import create_temp_blocking
+from kvserve.store.temp_file import create_temp_blocking, remove_temp_blocking
 
 _KNOWN_MAX = 4096
 _SIBLINGS_MAX = 16
@@ -48,7 +48,7 @@ class Namespaces:
                     self._fs.close(fd)
                 self._fs.rename(temp, path)
             except StorageError:
-                self._fs.unlink(temp)
+                remove_temp_blocking(self._fs, self._names, temp)
                 raise
         self._known[directory] = None
         while len(self._known) > _KNOWN_MAX:

@@ -23,7 +23,7 @@ from kvserve.errors import StorageError
 from kvserve.format.chunk_file import ChunkGeometry
 from kvserve.fs import FileSystem
 from kvserve.store.paths import TempNames
-from kvserve.store.temp_file import create_temp_blocking
+from kvserve.store.temp_file import create_temp_blocking, remove_temp_blocking
 
 
 class OpenFiles(Protocol):
@@ -118,7 +118,7 @@ class ChunkWriter:
         finally:
             if self._temp is not None:
                 temp, self._temp = self._temp, None
-                self._fs.unlink(temp)
+                remove_temp_blocking(self._fs, self._names, temp)
 
     def _write(self, data: bytes | memoryview, offset: int) -> None:
         if self._fd is not None:

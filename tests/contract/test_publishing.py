@@ -273,11 +273,11 @@ class TestRoot:
             pass
 
         def refuse(*_: object) -> None:
-            raise StorageFull(f"{verb}: ENOSPC")
+            raise StorageUnavailable(f"{verb}: EROFS")
 
         setattr(Refusing, verb, refuse)
         tree = Tree(tmp_path / "kv", fs=Refusing())
-        with pytest.raises(StorageFull, match=f"{verb}: ENOSPC"):
+        with pytest.raises(StorageUnavailable, match=f"{verb}: EROFS"):
             tree.store.check_root_blocking()
         assert tree.files() == []
 

@@ -9,7 +9,9 @@ from functools import cache
 from pathlib import Path
 
 from kvclient import ChunkStatus, Client, Descriptor, Verdict
+from kvserve.testing.fuse_mount import FaultyMount
 from kvserve.testing.server_process import ServerProcess
+from tests.payload import payload_for, small_descriptor
 
 
 class Tmpfs:
@@ -91,24 +93,58 @@ class Serving:
         self.process.kill()
 
 
+class Case:
+    """One tenant's chunks on a mount that others use too: 8 chunks, and one of them to be hit."""
+
+    bad = 3
+
+    def __init__(self, mount: FaultyMount, serving: Serving, tenant: str) -> None:
+        self.mount = mount
+        self.serving = serving
+        self.descriptor = small_descriptor(tenant=tenant)
+        self.payload = payload_for(self.descriptor)
+        self.tree = mount.backing / tenant
+
+    @property
+    def bad_file(self) -> str:
+        """A pattern for the bad chunk's file, under its temporary name too."""
+        return f"*{self.tree.name}*{self.descriptor.chunk_hashes[self.bad].hex()}*"
+
+    def put(self) -> list[Verdict]:
+        return self.serving.put(self.descriptor, self.payload)
+
+    def get(self) -> list[Verdict]:
+        return self.serving.get(self.descriptor, self.payload)
+
+    def hits(self) -> list[bool]:
+        return self.serving.client.lookup(self.descriptor).hits
+
+    def all_but(self, one: ChunkStatus, others: ChunkStatus) -> list[ChunkStatus]:
+        """`one` for the bad chunk."""
+        return [one if it == self.bad else others for it in range(self.descriptor.chunk_count)]
+
+    def stored_file(self) -> Path:
+        """The bad chunk's published file, behind the mount's back."""
+        (found,) = self.tree.rglob(self.descriptor.chunk_hashes[self.bad].hex())
+        return found
+
+    def quarantined(self) -> list[Path]:
+        return list(self.mount.backing.glob(f".quarantine/{self.tree.name}@*"))
+
+
 def statuses(verdicts: Sequence[Verdict]) -> list[ChunkStatus]:
     return [verdict.status for verdict in verdicts]
 
 
-def chunk_file(root: Path, descriptor: Descriptor, chunk: int) -> Path:
-    """The published file of one chunk, which must be there."""
-    (found,) = root.rglob(descriptor.chunk_hashes[chunk].hex())
-    return found
+def chunk_files(tree: Path) -> list[Path]:
+    """Every published chunk of a root or a tenant."""
+    files = [path for path in tree.rglob("*") if path.is_file() and path.name != "identity"]
+    return [path for path in files if not any(part.startswith(".") for part in path.parts)]
 
 
-def chunk_files(root: Path) -> list[Path]:
-    """Every published chunk."""
-    return [path for path in root.glob("*/*/*/*/*") if not path.name.startswith(".")]
-
-
-def temp_files(root: Path) -> list[Path]:
+def temp_files(tree: Path) -> list[Path]:
     """Files on their way into the tree."""
-    return [path for path in root.glob("*/**/.*") if path.is_file()] + list(root.glob(".probe*"))
+    return [path for path in tree.rglob(".*") if path.is_file()]
 
 
 def until(is_true: Callable[[], bool], timeout_s: float = 10.0) -> None:

@@ -1,220 +1,195 @@
-"""A mount that answers with errors, lies or is slow: a FUSE file system under a real server.
+"""A mount that answers with errors or lies: a FUSE file system under a real server.
 
 Every fault is one chunk's; the others are compared byte by byte (`Serving.get`).
 """
 
 import os
-from collections.abc import Callable
 
 import pytest
 
-from kvclient import ChunkStatus, Descriptor, StorageUnavailable
+from kvclient import ChunkStatus, StorageUnavailable
 from kvserve.testing.fuse_faults import Fault
-from kvserve.testing.fuse_mount import FaultyMount
-from tests.faults.mounts import (
-    Serving,
-    chunk_file,
-    chunk_files,
-    statuses,
-    temp_files,
-    until,
-)
-from tests.payload import payload_for, small_descriptor
+from tests.faults.mounts import Case, chunk_files, statuses, temp_files, until
 
-Serve = Callable[..., Serving]
-DESCRIPTOR = small_descriptor()
-PAYLOAD = payload_for(DESCRIPTOR)
-BAD = 3
 STORED, KNOWN = ChunkStatus.STORED, ChunkStatus.KNOWN
 HIT, ABSENT, ERROR = ChunkStatus.HIT, ChunkStatus.MISS_ABSENT, ChunkStatus.MISS_ERROR
-POWER = ("store.durability=power", "store.owner_lease_s=1", "store.known_ttl_s=0")
-
-
-def all_but(one: ChunkStatus, others: ChunkStatus, chunk: int = BAD) -> list[ChunkStatus]:
-    return [one if it == chunk else others for it in range(DESCRIPTOR.chunk_count)]
-
-
-def named(descriptor: Descriptor, chunk: int = BAD) -> str:
-    """A pattern for the chunk's file, under its temporary name too."""
-    return f"*{descriptor.chunk_hashes[chunk].hex()}*"
+CORRUPT = ChunkStatus.MISS_CORRUPT
 
 
 @pytest.fixture
-def stored(mount: FaultyMount, serve: Serve) -> Serving:
-    """A server on the mount that has all of `DESCRIPTOR`; nothing is open or known."""
-    serving = serve(mount.path, *POWER)
-    assert statuses(serving.put(DESCRIPTOR, PAYLOAD)) == [STORED] * 8
-    return serving
+def stored(case: Case) -> Case:
+    """All chunks are stored, none is open."""
+    assert statuses(case.put()) == [STORED] * 8
+    return case
 
 
 class TestReading:
     @pytest.mark.parametrize("error", ["EIO", "ESTALE", "ETIMEDOUT"])
     @pytest.mark.parametrize("skip", [0, 2], ids=["header", "slice"])
-    def test_a_read_fails(self, mount: FaultyMount, stored: Serving, error: str, skip: int) -> None:
+    def test_a_read_fails(self, stored: Case, error: str, skip: int) -> None:
         """That chunk is a miss with the errno, the others are whole; without the fault, a hit."""
-        mount.inject(Fault("read", named(DESCRIPTOR), error=error, skip=skip))
-        verdicts = stored.get(DESCRIPTOR, PAYLOAD)
-        assert statuses(verdicts) == all_but(ERROR, HIT)
-        assert error in verdicts[BAD].message
-        mount.heal()
-        assert statuses(stored.get(DESCRIPTOR, PAYLOAD)) == [HIT] * 8
+        stored.mount.inject(Fault("read", stored.bad_file, error=error, skip=skip))
+        verdicts = stored.get()
+        assert statuses(verdicts) == stored.all_but(ERROR, HIT)
+        assert error in verdicts[stored.bad].message
+        stored.mount.heal()
+        assert statuses(stored.get()) == [HIT] * 8
 
-    def test_a_read_fails_with_page_cache(self, cached_mount: FaultyMount, serve: Serve) -> None:
-        """What the kernel has is served, what it must ask for is a miss."""
-        serving = serve(cached_mount.path, *POWER)
-        serving.put(DESCRIPTOR, PAYLOAD)
-        other = small_descriptor(first_token=5000)
-        serving.put(other, PAYLOAD)
-        assert statuses(serving.get(other, PAYLOAD)) == [HIT] * 8
-        cached_mount.inject(Fault("read", error="EIO"))
-        os.system("sync")
-        verdicts = serving.get(DESCRIPTOR, PAYLOAD)
-        assert set(statuses(verdicts)) <= {HIT, ERROR}
-        assert statuses(serving.get(other, PAYLOAD)) == [HIT] * 8
-        cached_mount.heal()
-        assert statuses(serving.get(DESCRIPTOR, PAYLOAD)) == [HIT] * 8
+    def test_a_read_of_an_open_file_fails(self, stored: Case) -> None:
+        """A descriptor that went bad is not kept: the next fetch opens the file again."""
+        assert statuses(stored.get()) == [HIT] * 8
+        stored.mount.inject(Fault("read", stored.bad_file, error="ESTALE", count=1))
+        assert statuses(stored.get()) == stored.all_but(ERROR, HIT)
+        stored.mount.inject(Fault("open", stored.bad_file, delay_s=0.0))
+        assert statuses(stored.get()) == [HIT] * 8
+        assert stored.mount.struck() == [1], "opened once"
 
-    @pytest.mark.parametrize("on", ["open", "getattr"])
-    def test_a_file_cannot_be_opened(self, mount: FaultyMount, stored: Serving, on: str) -> None:
-        mount.inject(Fault(on, named(DESCRIPTOR), error="EIO"))
-        verdicts = stored.get(DESCRIPTOR, PAYLOAD)
-        assert statuses(verdicts) == all_but(ERROR, HIT)
-        assert "EIO" in verdicts[BAD].message
-        if on == "getattr":
-            looked = stored.client.lookup(DESCRIPTOR).verdicts
-            assert statuses(looked) == all_but(ERROR, HIT)
-        mount.heal()
-        assert statuses(stored.get(DESCRIPTOR, PAYLOAD)) == [HIT] * 8
+    @pytest.mark.parametrize("error", ["EIO", "EACCES"])
+    def test_a_file_cannot_be_opened(self, stored: Case, error: str) -> None:
+        stored.mount.inject(Fault("open", stored.bad_file, error=error))
+        verdicts = stored.get()
+        assert statuses(verdicts) == stored.all_but(ERROR, HIT)
+        assert error in verdicts[stored.bad].message
+        stored.mount.heal()
+        assert statuses(stored.get()) == [HIT] * 8
 
-    def test_short_reads_are_continued(self, mount: FaultyMount, stored: Serving) -> None:
+    def test_a_file_cannot_be_looked_at(self, stored: Case) -> None:
+        stored.mount.inject(Fault("getattr", stored.bad_file, error="EIO"))
+        verdicts = stored.serving.client.lookup(stored.descriptor).verdicts
+        assert statuses(verdicts) == stored.all_but(ERROR, HIT)
+        assert "EIO" in verdicts[stored.bad].message
+        stored.mount.heal()
+        assert stored.hits() == [True] * 8
+
+    def test_short_reads_are_continued(self, stored: Case) -> None:
         """A read may return less than asked for without being at the end."""
-        mount.inject(Fault("read", halves=True, count=40))
-        assert statuses(stored.get(DESCRIPTOR, PAYLOAD)) == [HIT] * 8
-        assert mount.struck()[0] > 30
+        stored.mount.inject(Fault("read", halves=True))
+        assert statuses(stored.get()) == [HIT] * 8
+        assert stored.mount.struck()[0] > 100
 
-    def test_a_file_that_is_cut(self, mount: FaultyMount, stored: Serving) -> None:
-        path = chunk_file(mount.backing, DESCRIPTOR, BAD)
+    def test_a_file_that_is_cut(self, stored: Case) -> None:
+        path = stored.stored_file()
         os.truncate(path, path.stat().st_size // 2)
-        verdicts = stored.get(DESCRIPTOR, PAYLOAD)
-        assert statuses(verdicts) == all_but(ChunkStatus.MISS_CORRUPT, HIT)
-        self._heals(mount, stored)
+        assert statuses(stored.get()) == stored.all_but(CORRUPT, HIT)
+        self._heals(stored)
 
-    def test_flipped_bits(self, mount: FaultyMount, stored: Serving) -> None:
-        """Never delivered; the file is in quarantine and a put heals the chunk."""
-        mount.inject(Fault("read", named(DESCRIPTOR), flips=True, skip=2))
-        verdicts = stored.get(DESCRIPTOR, PAYLOAD)
-        assert statuses(verdicts) == all_but(ChunkStatus.MISS_CORRUPT, HIT)
-        mount.heal()
-        self._heals(mount, stored)
+    def test_flipped_bits(self, stored: Case) -> None:
+        """Never delivered; the file goes to quarantine and a put heals the chunk."""
+        stored.mount.inject(Fault("read", stored.bad_file, flips=True, skip=2))
+        assert statuses(stored.get()) == stored.all_but(CORRUPT, HIT)
+        stored.mount.heal()
+        self._heals(stored)
 
-    def test_quarantine_fails(self, mount: FaultyMount, stored: Serving) -> None:
-        """A damaged file that cannot be moved away stays a miss, and a put still heals it."""
-        path = chunk_file(mount.backing, DESCRIPTOR, BAD)
-        with path.open("r+b") as file:
-            file.seek(-9000, os.SEEK_END)
-            file.write(b"rot")
-        mount.inject(Fault("rename", "*quarantine*", error="EIO"))
+    def test_quarantine_fails(self, stored: Case) -> None:
+        """A damaged file that cannot be moved away is reported and stays a miss."""
+        stored.mount.inject(
+            Fault("read", stored.bad_file, flips=True, skip=2),
+            Fault("rename", "/.quarantine/*", error="EIO"),
+        )
         for _ in range(2):
-            verdicts = stored.get(DESCRIPTOR, PAYLOAD)
-            assert statuses(verdicts) == all_but(ChunkStatus.MISS_CORRUPT, HIT)
-        assert "quarantine" in stored.process.log()
-        mount.heal()
-        stored.get(DESCRIPTOR, PAYLOAD)
-        self._heals(mount, stored)
+            assert statuses(stored.get()) == stored.all_but(CORRUPT, HIT)
+        assert "a damaged chunk stays at its place" in stored.serving.process.log()
+        assert stored.quarantined() == []
+        stored.mount.inject(Fault("read", stored.bad_file, flips=True, skip=2))
+        assert statuses(stored.get()) == stored.all_but(CORRUPT, HIT)
+        stored.mount.heal()
+        self._heals(stored)
 
-    def _heals(self, mount: FaultyMount, stored: Serving) -> None:
-        assert len(list((mount.backing / ".quarantine").iterdir())) == 1
-        assert statuses(stored.client.lookup(DESCRIPTOR).verdicts) == all_but(ABSENT, HIT)
-        assert statuses(stored.put(DESCRIPTOR, PAYLOAD)) == all_but(STORED, KNOWN)
-        assert statuses(stored.get(DESCRIPTOR, PAYLOAD)) == [HIT] * 8
+    def test_statfs_is_not_asked_while_serving(self, stored: Case) -> None:
+        """It may wait for every storage target; asked on the event loop, all would wait."""
+        stored.get()
+        stored.mount.inject(Fault("statfs", delay_s=0.0))
+        assert statuses(stored.get()) == [HIT] * 8
+        assert stored.mount.struck() == [0]
+
+    def _heals(self, case: Case) -> None:
+        assert len(case.quarantined()) == 1
+        assert case.hits() == [it != case.bad for it in range(8)]
+        assert statuses(case.put()) == case.all_but(STORED, KNOWN)
+        assert statuses(case.get()) == [HIT] * 8
+
+
+FAILING_WRITES = [
+    ("create", "EIO", 0),
+    ("write", "EIO", 0),
+    ("write", "EIO", 4),
+    ("write", "ESTALE", 5),
+    ("write", "ENOSPC", 2),
+    ("write", "EDQUOT", 2),
+    ("fsync", "EIO", 0),
+    ("fsync", "ENOSPC", 0),
+    ("flush", "EIO", 0),
+    ("flush", "EDQUOT", 0),
+    ("rename", "EIO", 0),
+]
 
 
 class TestWriting:
-    @pytest.mark.parametrize(
-        "fault",
-        [
-            Fault("create", named(DESCRIPTOR), error="EIO"),
-            Fault("write", named(DESCRIPTOR), error="EIO"),
-            Fault("write", named(DESCRIPTOR), error="EIO", skip=5),
-            Fault("write", named(DESCRIPTOR), error="ENOSPC", skip=2),
-            Fault("write", named(DESCRIPTOR), error="EDQUOT", skip=2),
-            Fault("fsync", named(DESCRIPTOR), error="EIO"),
-            Fault("fsync", named(DESCRIPTOR), error="ENOSPC"),
-            Fault("flush", named(DESCRIPTOR), error="EIO"),
-            Fault("flush", named(DESCRIPTOR), error="EDQUOT"),
-            Fault("rename", named(DESCRIPTOR), error="EIO"),
-        ],
-        ids=lambda fault: f"{fault.on}-{fault.error}-{fault.skip}",
-    )
-    def test_one_chunk_cannot_be_written(
-        self, mount: FaultyMount, serve: Serve, fault: Fault
-    ) -> None:
+    @pytest.mark.parametrize(("on", "error", "skip"), FAILING_WRITES)
+    def test_one_chunk_cannot_be_written(self, case: Case, on: str, error: str, skip: int) -> None:
         """Its verdict says so, the others are stored; nothing is left; a put works at once."""
-        serving = serve(mount.path, *POWER)
-        mount.inject(fault)
-        verdicts = serving.put(DESCRIPTOR, PAYLOAD)
-        is_full = fault.error in ("ENOSPC", "EDQUOT")
-        failed = [it for it, verdict in enumerate(verdicts) if not verdict.status.is_stored]
-        assert BAD in failed
-        if not is_full:
-            assert failed == [BAD]
-        for chunk in failed:
-            status = ChunkStatus.NO_SPACE if is_full else ChunkStatus.STORE_ERROR
-            assert verdicts[chunk].status is status
-            assert fault.error in verdicts[chunk].message
-        assert temp_files(mount.backing) == []
-        assert len(chunk_files(mount.backing)) == 8 - len(failed)
-        hits = [status is STORED for status in statuses(verdicts)]
-        assert serving.client.lookup(DESCRIPTOR).hits == hits
-        mount.heal()
-        assert statuses(serving.put(DESCRIPTOR, PAYLOAD)) == [
-            KNOWN if it else STORED for it in hits
-        ]
-        assert statuses(serving.get(DESCRIPTOR, PAYLOAD)) == [HIT] * 8
+        case.mount.inject(Fault(on, case.bad_file, error=error, skip=skip))
+        verdicts = case.put()
+        is_full = error in ("ENOSPC", "EDQUOT")
+        stored = [status is STORED for status in statuses(verdicts)]
+        assert not stored[case.bad]
+        # A chunk without space has later ones make room, in vain here.
+        assert all(stored[: case.bad] if is_full else stored[: case.bad] + stored[case.bad + 1 :])
+        for verdict in verdicts:
+            if verdict.status is not STORED:
+                status = ChunkStatus.NO_SPACE if is_full else ChunkStatus.STORE_ERROR
+                assert verdict.status is status
+                assert error in verdict.message
+        assert temp_files(case.tree) == []
+        assert len(chunk_files(case.tree)) == sum(stored)
+        assert case.hits() == stored
+        case.mount.heal()
+        assert statuses(case.put()) == [KNOWN if it else STORED for it in stored]
+        assert statuses(case.get()) == [HIT] * 8
 
-    def test_a_directory_cannot_be_synced(self, mount: FaultyMount, serve: Serve) -> None:
+    def test_a_directory_cannot_be_synced(self, case: Case) -> None:
         """A name that may not survive power loss is not acknowledged, and not answered later."""
-        serving = serve(mount.path, *POWER)
-        assert statuses(serving.put(DESCRIPTOR, PAYLOAD)) == [STORED] * 8
-        serving.client.delete(DESCRIPTOR)
-        directory = next(mount.backing.rglob("0of1")).relative_to(mount.backing)
-        mount.inject(Fault("fsyncdir", f"/{directory}/*", error="EIO", count=1))
-        ended = statuses(serving.put(DESCRIPTOR, PAYLOAD))
+        assert statuses(case.put()) == [STORED] * 8
+        case.serving.client.delete(case.descriptor)
+        case.mount.inject(Fault("fsyncdir", f"/{case.tree.name}/*/0of1/*", error="EIO", count=1))
+        ended = statuses(case.put())
         assert sorted(ended) == [STORED] * 7 + [ChunkStatus.STORE_ERROR]
-        assert serving.client.lookup(DESCRIPTOR).hits == [it is STORED for it in ended]
-        assert temp_files(mount.backing) == []
+        assert case.hits() == [it is STORED for it in ended]
+        assert temp_files(case.tree) == []
 
-    def test_short_writes_are_continued(self, mount: FaultyMount, serve: Serve) -> None:
-        serving = serve(mount.path, *POWER)
-        mount.inject(Fault("write", named(DESCRIPTOR), halves=True))
-        assert statuses(serving.put(DESCRIPTOR, PAYLOAD)) == [STORED] * 8
-        assert mount.struck()[0] > 10
-        assert statuses(serving.get(DESCRIPTOR, PAYLOAD)) == [HIT] * 8
+    def test_a_directory_cannot_be_made(self, case: Case) -> None:
+        case.mount.inject(Fault("mkdir", f"/{case.tree.name}/*/0of1/*", error="EIO", count=1))
+        ended = statuses(case.put())
+        assert sorted(ended) == [STORED] * 7 + [ChunkStatus.STORE_ERROR]
+        case.mount.heal()
+        assert set(statuses(case.put())) == {STORED, KNOWN}
 
-    def test_what_cannot_be_removed_is_removed_later(
-        self, mount: FaultyMount, serve: Serve
-    ) -> None:
+    def test_short_writes_are_continued(self, case: Case) -> None:
+        case.mount.inject(Fault("write", case.bad_file, halves=True))
+        assert statuses(case.put()) == [STORED] * 8
+        assert case.mount.struck()[0] > 10
+        assert statuses(case.get()) == [HIT] * 8
+
+    def test_what_cannot_be_removed_is_removed_later(self, case: Case) -> None:
         """A write fails and so does the clearing up: reported, and made good by upkeep."""
-        serving = serve(mount.path, *POWER)
-        mount.inject(
-            Fault("write", named(DESCRIPTOR), error="EIO", skip=3),
-            Fault("unlink", named(DESCRIPTOR), error="EIO"),
+        case.mount.inject(
+            Fault("write", case.bad_file, error="EIO", skip=3),
+            Fault("unlink", case.bad_file, error="EIO"),
         )
-        ended = statuses(serving.put(DESCRIPTOR, PAYLOAD))
-        assert ended == all_but(ChunkStatus.STORE_ERROR, STORED)
-        assert len(temp_files(mount.backing)) == 1
-        assert "unlink" in serving.process.log()
-        mount.heal()
-        assert statuses(serving.put(DESCRIPTOR, PAYLOAD)) == all_but(STORED, KNOWN)
-        until(lambda: not temp_files(mount.backing))
-        assert statuses(serving.get(DESCRIPTOR, PAYLOAD)) == [HIT] * 8
+        assert statuses(case.put()) == case.all_but(ChunkStatus.STORE_ERROR, STORED)
+        assert len(temp_files(case.tree)) == 1
+        assert "what was written of a failed chunk stays for now" in case.serving.process.log()
+        case.mount.heal()
+        assert statuses(case.put()) == case.all_but(STORED, KNOWN)
+        until(lambda: not temp_files(case.tree))
+        assert statuses(case.get()) == [HIT] * 8
 
-    def test_a_chunk_cannot_be_deleted(self, mount: FaultyMount, stored: Serving) -> None:
-        """The caller is told; the others' fate is theirs; later it works."""
-        mount.inject(Fault("unlink", named(DESCRIPTOR), error="EIO"))
+    def test_a_chunk_cannot_be_deleted(self, stored: Case) -> None:
+        """The caller is told, and the chunk is as readable as before; later it works."""
+        stored.mount.inject(Fault("unlink", stored.bad_file, error="EIO"))
         with pytest.raises(StorageUnavailable, match="EIO"):
-            stored.client.delete(DESCRIPTOR)
-        mount.heal()
-        assert statuses(stored.get(DESCRIPTOR, PAYLOAD))[BAD] is HIT
-        stored.client.delete(DESCRIPTOR)
-        assert statuses(stored.get(DESCRIPTOR, PAYLOAD)) == [ABSENT] * 8
+            stored.serving.client.delete(stored.descriptor)
+        assert statuses(stored.get())[stored.bad] is HIT
+        stored.mount.heal()
+        stored.serving.client.delete(stored.descriptor)
+        assert statuses(stored.get()) == [ABSENT] * 8
