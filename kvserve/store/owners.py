@@ -49,8 +49,8 @@ class Owner:
             except FileExistsError:
                 continue
             except StorageFull as error:
-                # An empty claim is one. Without any the tag is taken on trust until a beat succeeds:
-                # where no file can be made there is none whose owner could be asked for.
+                # An empty claim is one. Without any the tag is good until a beat succeeds: where no
+                # file can be made, there is none whose owner could be asked for.
                 log.warning("this server's claim is not written: %s", error)
             self.tag = tag
             return

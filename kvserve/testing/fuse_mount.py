@@ -80,22 +80,24 @@ class FaultyMount:
 
     def kill(self) -> None:
         """SIGKILL to the file system's process: the mount stays and is dead (ENOTCONN)."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
 
     def unmount(self) -> None:
-        """Takes the mount away, also from under open files: `path` is an empty directory then."""
-        subprocess.run(["umount", "--lazy", str(self.path)], check=False, capture_output=True)
+        """Takes the mount away, also from under open files: `path` is an empty directory then.
 
-    def stop(self) -> None:
-        """Ends everything; harmless when it has ended."""
-        self.unmount()
-        if self._process is not None and self._process.poll() is None:
+        What hangs is let go with an error.
+        """
+        subprocess.run(["umount", "--lazy", str(self.path)], check=False, capture_output=True)
+        process, self._process = self._process, None
+        if process is not None:
             try:
-                self._process.communicate(timeout=_END_TIMEOUT_S)
+                process.communicate(timeout=_END_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                self.kill()
+                process.kill()
+                process.communicate()
 
     def _command(self, command: dict[str, Any]) -> dict[str, Any]:
         assert self._process is not None, "not started"
@@ -115,4 +117,4 @@ class FaultyMount:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.stop()
+        self.unmount()

@@ -6,17 +6,15 @@ the client back. Up to two jobs on the fs threads write what is queued until not
 store costs no thread hop per frame (two, since each waits for Python's lock after every write);
 when frames come again there is a new job. Layers are reported by a task of their own, so that a
 prefill that waits for the report of a layer is never stuck behind its own next layer. A chunk whose
-write fails is dropped, its space given back at once, and reported; the others go on. Where there is
-no space the last chunk is dropped, not the one that met it: a prefix needs its first chunks.
+write fails is dropped and reported; the others go on. Without space the last ones make room for the
+first (`room.py`).
 """
 
 import asyncio
 import logging
-import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
-from heapq import heappop, heappush
 from typing import Any
 
 from kvserve.errors import KvserveError, StorageFull
@@ -24,6 +22,7 @@ from kvserve.format.frames import FrameHeader
 from kvserve.model import ChunkStatus, Verdict
 from kvserve.transfer.batches import in_batches, quiet
 from kvserve.transfer.ports import SliceSink
+from kvserve.transfer.room import Room
 from kvserve.transfer.store_session import SliceWrite, StoreSession
 
 log = logging.getLogger(__name__)
@@ -78,10 +77,7 @@ class StorePump:
         self._to_report: deque[int] = deque()
         self._reporter: asyncio.Task[None] | None = None
         self.verdicts: dict[int, Verdict] = {}
-        # Jobs may write to one chunk at a time: a dropped one is removed by the last of them.
-        self._fates = threading.Lock()
-        self._writing: dict[int, int] = {}
-        self._begun: list[int] = []  # a heap of negative indexes: the last chunk first
+        self._space = Room(writers, self.verdicts)
 
     async def feed(self, header: FrameHeader, payload: memoryview) -> None:
         """Takes one frame; waits while too many are not written yet.
@@ -184,7 +180,7 @@ class StorePump:
     def _write_blocking(self, writes: list[SliceWrite]) -> None:
         for write in writes:
             chances = _ROOM_MADE_MAX
-            while self._begins(write.chunk_index):
+            while self._space.begins(write.chunk_index):
                 try:
                     writer = self._writers[write.chunk_index]
                     writer.write_blocking(write.layer_index, write.slice_offset, write.data)
@@ -192,49 +188,11 @@ class StorePump:
                 except KvserveError as error:
                     verdict = failure_verdict(error)
                     is_full = isinstance(error, StorageFull) and chances > 0
-                    if not (is_full and self._makes_room_blocking(write.chunk_index, verdict)):
+                    if not (is_full and self._space.make_blocking(write.chunk_index, verdict)):
                         self.verdicts.setdefault(write.chunk_index, verdict)
                     chances -= 1
                 finally:
-                    self._ended_blocking(write.chunk_index)
-
-    def _begins(self, chunk_index: int) -> bool:
-        """Counts a write in, unless the chunk was dropped."""
-        with self._fates:
-            if chunk_index in self.verdicts:
-                return False
-            if chunk_index not in self._writing:
-                self._writing[chunk_index] = 0
-                heappush(self._begun, -chunk_index)
-            self._writing[chunk_index] += 1
-            return True
-
-    def _ended_blocking(self, chunk_index: int) -> None:
-        with self._fates:
-            self._writing[chunk_index] -= 1
-            is_over = not self._writing[chunk_index] and chunk_index in self.verdicts
-        if is_over:
-            self._remove_blocking(chunk_index)
-
-    def _makes_room_blocking(self, chunk_index: int, verdict: Verdict) -> bool:
-        """Drops the last chunk that has taken space; False if that is this one."""
-        with self._fates:
-            while -self._begun[0] in self.verdicts:
-                heappop(self._begun)
-            last = -self._begun[0]
-            if last == chunk_index:
-                return False
-            self.verdicts[last] = verdict
-            is_idle = not self._writing[last]
-        if is_idle:
-            self._remove_blocking(last)
-        return True
-
-    def _remove_blocking(self, chunk_index: int) -> None:
-        try:
-            self._writers[chunk_index].abandon_blocking()
-        except KvserveError as error:
-            log.warning("what was written of a failed chunk stays for now: %s", error)
+                    self._space.ended_blocking(write.chunk_index)
 
     def _commit_blocking(self, chunk_index: int) -> None:
         if chunk_index in self.verdicts:

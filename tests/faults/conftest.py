@@ -61,7 +61,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FaultyMou
     for mount in _mounted(tmp_path_factory.mktemp("shared")):
         serving = Serving(ServerProcess(mount.path, settings=SETTINGS).start())
         yield mount, serving
-        mount.stop()
+        mount.unmount()
         serving.end()
 
 
