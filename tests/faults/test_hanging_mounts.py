@@ -128,7 +128,7 @@ def test_a_server_killed_in_a_hung_write(mount: FaultyMount, serve: Serve) -> No
     its chunk appear.
     """
     case = Case(mount, serve(mount.path), "killed")
-    mount.inject(Fault("write", case.bad_file, hangs=True, skip=2))
+    mount.inject(Fault("write", case.bad_file, hangs=True, skip=1))
     with case.serving.client.store(case.descriptor, case.payload) as handle:
         handle.store_layer(0)
         handle.store_layer(1)
