@@ -174,25 +174,25 @@ class StorePump:
                 writes, layer_index = self._queue.popleft()
             except IndexError:
                 return
-            self._write_blocking(writes)
+            for write in writes:
+                self._write_blocking(write)
             loop.call_soon_threadsafe(self._frame_written, layer_index)
 
-    def _write_blocking(self, writes: list[SliceWrite]) -> None:
-        for write in writes:
-            chances = _ROOM_MADE_MAX
-            while self._space.begins(write.chunk_index):
-                try:
-                    writer = self._writers[write.chunk_index]
-                    writer.write_blocking(write.layer_index, write.slice_offset, write.data)
-                    break
-                except KvserveError as error:
-                    verdict = failure_verdict(error)
-                    is_full = isinstance(error, StorageFull) and chances > 0
-                    if not (is_full and self._space.make_blocking(write.chunk_index, verdict)):
-                        self.verdicts.setdefault(write.chunk_index, verdict)
-                    chances -= 1
-                finally:
-                    self._space.ended_blocking(write.chunk_index)
+    def _write_blocking(self, write: SliceWrite) -> None:
+        chances = _ROOM_MADE_MAX
+        while self._space.begins(write.chunk_index):
+            try:
+                writer = self._writers[write.chunk_index]
+                writer.write_blocking(write.layer_index, write.slice_offset, write.data)
+                break
+            except KvserveError as error:
+                verdict = failure_verdict(error)
+                is_full = isinstance(error, StorageFull) and chances > 0
+                if not (is_full and self._space.make_blocking(write.chunk_index, verdict)):
+                    self.verdicts.setdefault(write.chunk_index, verdict)
+                chances -= 1
+            finally:
+                self._space.ended_blocking(write.chunk_index)
 
     def _commit_blocking(self, chunk_index: int) -> None:
         if chunk_index in self.verdicts:
