@@ -73,11 +73,18 @@ def case(shared: tuple[FaultyMount, Serving]) -> Iterator[Case]:
     mount.heal()
 
 
-def _mounted(directory: Path) -> Iterator[FaultyMount]:
-    if reason := why_no_fuse():
+@pytest.fixture
+def cached_mount(servings: list[Serving], tmp_path: Path) -> Iterator[FaultyMount]:
+    """The same with the kernel's page cache, as parallel file systems have it."""
+    yield from _mounted(tmp_path, is_direct=False)
+
+
+def _mounted(directory: Path, *, is_direct: bool = True) -> Iterator[FaultyMount]:
+    # The first also finds a root who may not mount, as in many containers.
+    if reason := why_no_tmpfs() or why_no_fuse():
         pytest.skip(reason)
     backing, path = directory / "backing", directory / "kv"
     backing.mkdir()
     path.mkdir()
-    with FaultyMount(backing, path) as mount:
+    with FaultyMount(backing, path, is_direct=is_direct) as mount:
         yield mount

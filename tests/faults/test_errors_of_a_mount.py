@@ -4,13 +4,18 @@ Every fault is one chunk's; the others are compared byte by byte (`Serving.get`)
 """
 
 import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from kvclient import ChunkStatus, StorageUnavailable
 from kvserve.testing.fuse_faults import Fault
-from tests.faults.mounts import Case, chunk_files, statuses, temp_files, until
+from kvserve.testing.fuse_mount import FaultyMount
+from tests.faults.mounts import Case, Serving, chunk_files, statuses, temp_files, until
 
+Serve = Callable[..., Serving]
 STORED, KNOWN = ChunkStatus.STORED, ChunkStatus.KNOWN
 HIT, ABSENT, ERROR = ChunkStatus.HIT, ChunkStatus.MISS_ABSENT, ChunkStatus.MISS_ERROR
 CORRUPT = ChunkStatus.MISS_CORRUPT
@@ -22,6 +27,14 @@ def assert_recovers(case: Case) -> None:
         assert verdict.status is HIT or (verdict.status is ERROR and verdict.message)
     assert all(status.is_stored for status in statuses(case.put()))
     assert statuses(case.get()) == [HIT] * 8
+
+
+def drop_page_cache(tree: Path) -> None:
+    """Of the files in it, for everyone."""
+    for path in chunk_files(tree):
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
 
 
 @pytest.fixture
@@ -73,6 +86,22 @@ class TestReading:
         stored.mount.inject(Fault("read", halves=True))
         assert statuses(stored.get()) == [HIT] * 8
         assert stored.mount.struck()[0] > 100
+
+    def test_with_page_cache(self, cached_mount: FaultyMount, serve: Serve) -> None:
+        """What the kernel holds is served without a read; what it must ask for is a miss."""
+        serving = serve(cached_mount.path)
+        held, other = (Case(cached_mount, serving, name) for name in ("held", "other"))
+        for case in (held, other):
+            assert statuses(case.put()) == [STORED] * 8
+        subprocess.run(["sync"], check=True)
+        drop_page_cache(cached_mount.path)
+        assert statuses(held.get()) == [HIT] * 8
+        cached_mount.inject(Fault("read", error="EIO"))
+        assert statuses(held.get()) == [HIT] * 8
+        assert cached_mount.struck() == [0]
+        assert statuses(other.get()) == [ERROR] * 8
+        cached_mount.heal()
+        assert_recovers(other)
 
     def test_a_file_that_is_cut(self, stored: Case) -> None:
         path = stored.stored_file()
