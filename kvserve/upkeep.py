@@ -1,5 +1,6 @@
 """What a server does in the background for the tree: shows that it lives, tells the others what it
-knows, counts and sweeps, evicts, stamps what was used, closes files that nobody reads any more.
+knows, counts and sweeps, evicts, stamps what was used, closes files that nobody reads any more,
+removes what it could not remove before.
 
 All run on a thread of their own, a step at a time. An error of the file system is logged and tried
 again in the next round; it never ends the server, and requests never wait for any of this.
@@ -117,6 +118,7 @@ class Upkeep:
 
     async def _beat(self) -> None:
         await self._run(self._tree.owner.beat_blocking)
+        await self._run(self._tree.store.remove_left_blocking)
 
     async def _close_idle(self) -> None:
         await self._run(self._tree.store.open_chunks.close_idle_blocking, _IDLE_FILES_S)

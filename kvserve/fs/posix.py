@@ -56,14 +56,20 @@ class PosixFileSystem:
     full_retries = 0
 
     def __init__(self) -> None:
-        self._cached_flags = os.RWF_NOWAIT
+        # One tree is one file system: what its first file shows goes for all.
+        self._is_in_memory: bool | None = None
+        self._refuses_nowait = False
 
     def open_read(self, path: str) -> int | None:
         with _translated("open", path):
             try:
-                return _open_fresh(path)
+                fd = _open_fresh(path)
             except (FileNotFoundError, NotADirectoryError):
                 return None
+        if self._is_in_memory is None:
+            # Here and not in `read_cached`: on a hung mount statfs waits, and the loop with it.
+            self._is_in_memory = self._shows_memory(fd)
+        return fd
 
     def create(self, path: str) -> int | None:
         with _translated("create", path):
@@ -95,23 +101,21 @@ class PosixFileSystem:
             return done
 
     def read_cached(self, fd: int, into: memoryview, offset: int) -> int | None:
+        if self._refuses_nowait:
+            return None
         try:
-            return os.preadv(fd, (into,), offset, self._cached_flags)
-        except BlockingIOError:
-            return None
+            return os.preadv(fd, (into,), offset, 0 if self._is_in_memory else os.RWF_NOWAIT)
         except OSError as error:
-            if error.errno != errno.EOPNOTSUPP or not self._cached_flags:
-                return None  # the waiting read meets the same error and reports it
-        if not self._is_in_memory(fd):
+            # Whatever it is, the waiting read meets it again and reports it.
+            self._refuses_nowait = error.errno == errno.EOPNOTSUPP
             return None
-        # From now on without the flag: one tree is one file system.
-        self._cached_flags = 0
-        return self.read_cached(fd, into, offset)
 
     @staticmethod
-    def _is_in_memory(fd: int) -> bool:
-        with _translated("statfs", fd):
+    def _shows_memory(fd: int) -> bool:
+        try:
             return _fd_kind(fd) in _MEMORY_KINDS
+        except OSError:
+            return False
 
     def write_all(self, fd: int, data: bytes | memoryview, offset: int) -> None:
         with _translated("write", fd):
@@ -188,7 +192,8 @@ class PosixFileSystem:
                     os.mkdir(missing[-1], 0o750)
                     made.append(missing.pop())
                 except FileExistsError:
-                    if not os.path.isdir(missing[-1]):
+                    # By `stat`: a dead mount then says so itself, `isdir` would only say no.
+                    if not stat.S_ISDIR(os.stat(missing[-1]).st_mode):
                         raise
                     missing.pop()
                 except FileNotFoundError:

@@ -6,19 +6,14 @@ miss and the next put heals it.
 """
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-from kvserve.errors import (
-    KvserveError,
-    QuotaExceeded,
-    StorageError,
-    StorageFull,
-    StorageUnavailable,
-)
+from kvserve.errors import KvserveError, StorageError, StorageFull, StorageUnavailable
 from kvserve.format.chunk_file import ChunkGeometry
 from kvserve.fs import FileSystem
 from kvserve.model import ChunkKey, ChunkStatus, Descriptor, Verdict
@@ -30,7 +25,10 @@ from kvserve.store.open_chunks import OpenChunk, OpenChunks
 from kvserve.store.paths import TempNames, chunk_path, shard_dir
 from kvserve.store.publish import ChunkWriter
 from kvserve.store.quarantine import Quarantine
-from kvserve.store.temp_file import create_temp_blocking
+from kvserve.store.root import Root
+from kvserve.store.temp_file import remove_left_blocking
+
+log = logging.getLogger(__name__)
 
 HIT: Final = Verdict(ChunkStatus.HIT)
 """One for all chunks: a verdict for each of 65,536 would take longer than to look for them."""
@@ -71,6 +69,7 @@ class ChunkStore:
             fs, root, names, survives_power_loss=policy.survives_power_loss
         )
         self._known = known
+        self._root = Root(fs, root, names)
         self.ledger = ledger
         self._departures = departures
         self._quarantine = quarantine
@@ -85,38 +84,8 @@ class ChunkStore:
         return ChunkLocations(self.root, descriptor)
 
     def check_root_blocking(self) -> None:
-        """Writes, syncs, renames and removes a small file in the root.
-
-        Raises:
-            StorageError: with the step, the path and the errno that refused.
-        """
-        self.fs.make_dirs(self.root)
-        for retries_left in range(self.fs.full_retries, -1, -1):
-            try:
-                self._probe_root_blocking()
-            except StorageFull as error:
-                # Else one full storage target of many could keep a server from starting.
-                if isinstance(error, QuotaExceeded) or not retries_left:
-                    raise
-            else:
-                return
-
-    def _probe_root_blocking(self) -> None:
-        # A name of its own: servers start together, with the same pid in their containers.
-        probe, fd = create_temp_blocking(
-            self.fs, f"{self.root}/probe", self._names, survives_power_loss=False
-        )
-        try:
-            try:
-                self.fs.write_all(fd, b"kvserve", 0)
-                self.fs.sync(fd)
-            finally:
-                self.fs.close(fd)
-            self.fs.rename(probe, f"{probe}.renamed")
-        except StorageError:
-            self.fs.unlink(probe)
-            raise
-        self.fs.unlink(f"{probe}.renamed")
+        """See `Root`."""
+        self._root.check_blocking()
 
     def unknown(self, where: "ChunkLocations") -> dict[int, Verdict | None]:
         """The chunks that were not seen on the tree lately: a miss if they were missed there
@@ -294,8 +263,22 @@ class ChunkStore:
             return None
         return Verdict(ChunkStatus.MISS_EXPIRED, f"not used for more than {ttl_s:.0f} s")
 
+    def remove_left_blocking(self) -> None:
+        """Another try for temporary files that could not be removed."""
+        remove_left_blocking(self.fs, self._names)
+
     def ensure_namespace_blocking(self, key: ChunkKey) -> None:
-        self._namespaces.ensure_blocking(key)
+        """Before the first write of a store.
+
+        Raises:
+            StorageError: the file system refused, or the root's is gone.
+        """
+        self._root.check_mounted_blocking()
+        try:
+            self._namespaces.ensure_blocking(key)
+        except StorageFull as error:
+            # The file is for people; each chunk says for itself whether it fits.
+            log.warning("a namespace has no identity file until there is space: %s", error)
 
     def delete_blocking(self, where: "ChunkLocations", chunk_index: int) -> ChunkStatus:
         path = where.path(chunk_index)

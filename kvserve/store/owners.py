@@ -8,13 +8,16 @@ files of the same tree, so the hosts' clocks do not matter.
 """
 
 import json
+import logging
 import os
 import socket
 from random import Random
 
-from kvserve.errors import QuotaExceeded, StorageError, StorageFull
+from kvserve.errors import QuotaExceeded, StorageError, StorageFull, StorageUnavailable
 from kvserve.fs import FileSystem
 from kvserve.store.paths import SERVERS_DIR, new_tag
+
+log = logging.getLogger(__name__)
 
 _TRIES = 32
 
@@ -31,7 +34,7 @@ class Owner:
         self.tag = ""
 
     def claim_blocking(self) -> None:
-        """Takes a free tag.
+        """Takes a free tag. A full tree is no hindrance: what is stored there can be served.
 
         Raises:
             StorageError: the tree refused.
@@ -42,21 +45,19 @@ class Owner:
         for _ in range(_TRIES):
             tag = new_tag(self._random)
             try:
-                fd = self._fs.create(self._path(tag))
+                fd = self._create(tag)
+                self._write(fd)
             except FileExistsError:
                 continue
-            assert fd is not None, f"{self._directory} vanished"
-            try:
-                try:
-                    self._write(fd)
-                finally:
-                    self._fs.close(fd)
             except StorageFull as error:
-                self._fs.unlink(self._path(tag))
-                if isinstance(error, QuotaExceeded) or not retries_left:
-                    raise
-                retries_left -= 1
-                continue
+                # Another file may land where there is room. Else an empty claim is one, and without
+                # any the tag is good until a beat succeeds: where no file can be made, there is
+                # none whose owner could be asked for.
+                if retries_left and not isinstance(error, QuotaExceeded):
+                    self._fs.unlink(self._path(tag))
+                    retries_left -= 1
+                    continue
+                log.warning("this server's claim is not written: %s", error)
             self.tag = tag
             return
         raise StorageError(f"no free server tag in {self._directory}: remove what is left there")
@@ -68,16 +69,11 @@ class Owner:
             StorageError: the claim cannot be written; others will take this server for dead after
                 `lease_s`, and its open stores may then fail.
         """
-        path = self._path(self.tag)
         try:
-            fd = self._fs.create(path)
+            fd = self._create(self.tag)
         except FileExistsError:
-            fd = self._fs.open_write(path)
-        assert fd is not None, f"{self._directory} vanished"
-        try:
-            self._write(fd)
-        finally:
-            self._fs.close(fd)
+            fd = self._fs.open_write(self._path(self.tag))
+        self._write(fd)
 
     def dead_blocking(self) -> set[str]:
         """The tags whose server is dead, by the claims that are there now."""
@@ -113,9 +109,20 @@ class Owner:
         if self.tag:
             self._fs.unlink(self._path(self.tag))
 
+    def _create(self, tag: str) -> int:
+        fd = self._fs.create(self._path(tag))
+        if fd is None:
+            raise StorageUnavailable(
+                f"{self._directory} is gone: is the file system of the root still mounted?"
+            )
+        return fd
+
     def _write(self, fd: int) -> None:
         record = {"host": socket.gethostname(), "pid": os.getpid()}
-        self._fs.write_all(fd, json.dumps(record).encode(), 0)
+        try:
+            self._fs.write_all(fd, json.dumps(record).encode(), 0)
+        finally:
+            self._fs.close(fd)
 
     def _path(self, tag: str) -> str:
         return f"{self._directory}/{tag}"

@@ -69,6 +69,8 @@ class TempNames:
     def __init__(self, tag: str, random: Random) -> None:
         self._tag = tag
         self._random = random
+        self.left: set[str] = set()
+        """Files under such names that could not be removed; see `temp_file.py`."""
 
     def beside(self, path: str) -> str:
         """A name in the directory of `path` for its bytes until they are whole."""

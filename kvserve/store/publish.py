@@ -2,7 +2,8 @@
 
 Order is the whole design:
 
-1. create `.NAME.XXXXXX` beside the final name    O_EXCL: no two writers share a file
+1. create `.NAME.XXXXXX` beside the final name    O_EXCL: no two writers share a file; zeros where
+                                                  the header comes: later it finds its space
 2. write the slices, in any order                 offsets come from the layout alone
 3. write the header                               without it the file is no chunk
 4. fsync (durability "power")                     bytes reach the disk before the name does
@@ -53,7 +54,14 @@ class ChunkWriter:
         self._geometry = geometry
         self._chunk_hash = chunk_hash
         self._survives_power_loss = survives_power_loss
-        self._file = TempFile(fs, files, names, path=path, survives_power_loss=survives_power_loss)
+        self._file = TempFile(
+            fs,
+            files,
+            names,
+            path=path,
+            survives_power_loss=survives_power_loss,
+            head_size_bytes=geometry.header_size_bytes,
+        )
 
     def write_blocking(self, layer_index: int, slice_offset: int, data: memoryview) -> None:
         """Writes a piece of a slice; `slice_offset` counts from the slice's start.

@@ -16,6 +16,8 @@ from kvserve.store.paths import TempNames
 
 _TRIES = 8
 _PIECE_SIZE_BYTES = 1 << 20
+# Files that could not be removed and are remembered; what is beyond waits for this server's end.
+_LEFT_MAX = 65_536
 
 
 class OpenFiles(Protocol):
@@ -59,7 +61,8 @@ class TempFile:
     """The file that will be `path`. Ends with `publish_blocking` or `abandon_blocking`.
 
     Writes may come from several threads at once; everything else only when no write runs. `files`
-    counts its descriptor; None for a file that is written at once.
+    counts its descriptor; None for a file that is written at once. Its first `head_size_bytes` are
+    taken when it is made, so that what is written there last finds space.
     """
 
     def __init__(
@@ -70,8 +73,10 @@ class TempFile:
         *,
         path: str,
         survives_power_loss: bool,
+        head_size_bytes: int = 0,
     ) -> None:
         self.path = path
+        self._head_size_bytes = head_size_bytes
         self.has_moved = False
         self._fs = fs
         self._files = files
@@ -158,7 +163,7 @@ class TempFile:
                 self._remove_left()
             finally:
                 if temp is not None:
-                    self._fs.unlink(temp)
+                    remove_temp_blocking(self._fs, self._names, temp)
 
     def _open(self) -> None:
         while True:
@@ -179,9 +184,17 @@ class TempFile:
         return fd
 
     def _create(self) -> tuple[str, int]:
-        return create_temp_blocking(
+        temp, fd = create_temp_blocking(
             self._fs, self.path, self._names, survives_power_loss=self._survives_power_loss
         )
+        try:
+            if self._head_size_bytes:
+                self._fs.write_all(fd, bytes(self._head_size_bytes), 0)
+        except BaseException:
+            self._close_quietly(fd)
+            remove_temp_blocking(self._fs, self._names, temp)
+            raise
+        return temp, fd
 
     def _use_retry(self, full: StorageFull) -> None:
         if isinstance(full, QuotaExceeded) or not self._fs.full_retries:
@@ -231,8 +244,8 @@ class TempFile:
 
     def _remove_left(self) -> None:
         if self._left is not None:
-            self._fs.unlink(self._left)
-            self._left = None
+            left, self._left = self._left, None
+            remove_temp_blocking(self._fs, self._names, left)
 
     def _copy(self, target: int) -> None:
         fd = self._fd if self._fd is not None else self._reopen()
@@ -254,3 +267,26 @@ class TempFile:
     def _reopen(self) -> int:
         assert self._temp is not None
         return self._fs.open_write(self._temp)
+
+
+def remove_temp_blocking(fs: FileSystem, names: TempNames, temp: str) -> None:
+    """Removes a temporary file. One that cannot be is tried again by `remove_left_blocking`: no
+    sweep would, since its owner lives.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    try:
+        fs.unlink(temp)
+    except StorageError:
+        if len(names.left) < _LEFT_MAX:
+            names.left.add(temp)
+        raise
+
+
+def remove_left_blocking(fs: FileSystem, names: TempNames) -> None:
+    """Another try for what could not be removed."""
+    for temp in list(names.left):
+        with suppress(StorageError):  # until the next round
+            fs.unlink(temp)
+            names.left.discard(temp)

@@ -42,3 +42,6 @@ class SliceSink(Protocol):
 
     def commit_blocking(self, slice_checksums: Sequence[int]) -> None:
         """Raises `StorageError`; the chunk is then not visible."""
+
+    def abandon_blocking(self) -> None:
+        """Removes what was written. Raises `StorageError`; may be called twice."""

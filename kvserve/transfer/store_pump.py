@@ -6,7 +6,8 @@ the client back. Up to two jobs on the fs threads write what is queued until not
 store costs no thread hop per frame (two, since each waits for Python's lock after every write);
 when frames come again there is a new job. Layers are reported by a task of their own, so that a
 prefill that waits for the report of a layer is never stuck behind its own next layer. A chunk whose
-write fails is dropped and reported; the others go on.
+write fails is dropped and reported; the others go on. Without space the last ones make room for the
+first (`room.py`).
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from kvserve.format.frames import FrameHeader
 from kvserve.model import ChunkStatus, Verdict
 from kvserve.transfer.batches import in_batches, quiet
 from kvserve.transfer.ports import SliceSink
+from kvserve.transfer.room import Room
 from kvserve.transfer.store_session import SliceWrite, StoreSession
 
 log = logging.getLogger(__name__)
@@ -30,6 +32,9 @@ _Frame = tuple[list[SliceWrite], int]
 
 _JOBS_MAX = 2
 _FRAMES_A_JOB = 8
+# Later chunks given up for one write. Few: it may be this file alone that has no room, as on a full
+# storage target of a parallel file system.
+_ROOM_MADE_MAX = 16
 
 
 def failure_verdict(error: KvserveError) -> Verdict:
@@ -73,6 +78,7 @@ class StorePump:
         self._to_report: deque[int] = deque()
         self._reporter: asyncio.Task[None] | None = None
         self.verdicts: dict[int, Verdict] = {}
+        self._space = Room(writer, self.verdicts)
 
     async def feed(self, header: FrameHeader, payload: memoryview) -> None:
         """Takes one frame; waits while too many are not written yet.
@@ -100,7 +106,8 @@ class StorePump:
         await self._idle.wait()
         self._check()
         if may_publish and self._session.is_complete:
-            positions = range(len(self._session.needed))
+            # The last first: what does not fit after all is not the head of the prefix.
+            positions = range(len(self._session.needed) - 1, -1, -1)
             await in_batches(self._threads, self._commit_blocking, positions)
         else:
             text = f"the store ended early: {self._session.progress}"
@@ -167,18 +174,25 @@ class StorePump:
                 writes, layer_index = self._queue.popleft()
             except IndexError:
                 return
-            self._write_blocking(writes)
+            for write in writes:
+                self._write_blocking(write)
             loop.call_soon_threadsafe(self._frame_written, layer_index)
 
-    def _write_blocking(self, writes: list[SliceWrite]) -> None:
-        for write in writes:
-            if write.chunk_index in self.verdicts:
-                continue  # failed before
+    def _write_blocking(self, write: SliceWrite) -> None:
+        chances = _ROOM_MADE_MAX
+        while self._space.begins(write.chunk_index):
             try:
                 writer = self._writer(write.chunk_index)
                 writer.write_blocking(write.layer_index, write.slice_offset, write.data)
+                break
             except KvserveError as error:
-                self.verdicts.setdefault(write.chunk_index, failure_verdict(error))
+                verdict = failure_verdict(error)
+                is_full = isinstance(error, StorageFull) and chances > 0
+                if not (is_full and self._space.make_blocking(write.chunk_index, verdict)):
+                    self.verdicts.setdefault(write.chunk_index, verdict)
+                chances -= 1
+            finally:
+                self._space.ended_blocking(write.chunk_index)
 
     def _commit_blocking(self, position: int) -> None:
         chunk_index = self._session.needed[position]

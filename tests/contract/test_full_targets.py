@@ -269,14 +269,15 @@ class TestStart:
         assert open_files() == before
 
     @pytest.mark.parametrize(("has_quota", "files"), [(False, 4), (True, 1)])
-    def test_all_full_is_said(self, root: Path, has_quota: bool, files: int) -> None:
+    def test_all_full_is_said_and_serves_what_is_stored(
+        self, root: Path, has_quota: bool, files: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
         fs = FullTargetsFileSystem(targets=1)
         fs.has_quota = has_quota
         before = open_files()
-        with pytest.raises(StorageFull):
-            self.start(fs, root)
-        with pytest.raises(StorageFull):
-            Tree(root, fs=fs).store.check_root_blocking()
+        tag = self.start(fs, root)
+        assert "claim is not written" in caplog.text
+        assert "new chunks end as NO_SPACE" in caplog.text
         assert fs.created == 2 * files
-        assert Tree(root).files() == []
+        assert Tree(root).files() == [f".servers/{tag}"], "an empty claim is one"
         assert open_files() == before

@@ -139,7 +139,7 @@ class TestFailingPuts:
             "make_dirs",
             *["sync_dir"] * 5,  # root, tenant, namespace, shard, fan
             "create",
-            *["write_all"] * (len(SIZES) + 2),  # slices, the end's padding, the header
+            *["write_all"] * (len(SIZES) + 3),  # the header's room, slices, padding, the header
             "sync",
             "close",
             "rename",
@@ -273,11 +273,11 @@ class TestRoot:
             pass
 
         def refuse(*_: object) -> None:
-            raise StorageFull(f"{verb}: ENOSPC")
+            raise StorageUnavailable(f"{verb}: EROFS")
 
         setattr(Refusing, verb, refuse)
         tree = Tree(tmp_path / "kv", fs=Refusing())
-        with pytest.raises(StorageFull, match=f"{verb}: ENOSPC"):
+        with pytest.raises(StorageUnavailable, match=f"{verb}: EROFS"):
             tree.store.check_root_blocking()
         assert tree.files() == []
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -29,6 +29,8 @@ class MemorySink:
         self.error: Exception | None = None
         self.commit_error: Exception | None = None
         self.writes = 0
+        self.is_abandoned = False
+        self.abandoned: Callable[[], None] = lambda: None
 
     def write_blocking(self, layer_index: int, slice_offset: int, data: memoryview) -> None:
         assert self.gate.wait(10)
@@ -41,6 +43,10 @@ class MemorySink:
         if self.commit_error is not None:
             raise self.commit_error
         self.committed = list(slice_checksums)
+
+    def abandon_blocking(self) -> None:
+        self.is_abandoned = True
+        self.abandoned()
 
     def is_whole(self, index: int) -> bool:
         wanted = [slice_of(layer, index, size) for layer, size in enumerate(SMALL.slice_sizes)]
@@ -147,6 +153,40 @@ async def test_a_chunk_that_cannot_be_written_does_not_take_the_others_with_it(
     assert store.sinks[2].writes == 1, "what failed once is not tried again"
     assert store.sinks[1].is_whole(1)
     assert store.sinks[5].is_whole(5)
+
+
+async def test_without_space_the_last_chunk_makes_room_for_the_first(
+    threads: ThreadPoolExecutor,
+) -> None:
+    """A prefix needs its first chunks: what was written of the last ones is removed for them."""
+    store = Store(threads)
+    await store.send(0)
+    while not store.stored_layers:
+        await asyncio.sleep(0)
+    first, last = store.sinks[1], store.sinks[5]
+    first.error = StorageFull("write 5: ENOSPC")
+    last.abandoned = lambda: setattr(first, "error", None)
+    await store.send(1)
+    await store.pump.finish(may_publish=True)
+    await store.pump.close()
+    full = Verdict(ChunkStatus.NO_SPACE, "write 5: ENOSPC")
+    assert store.pump.verdicts == {1: STORED, 2: STORED, 5: full}
+    assert first.is_whole(1)
+    assert last.is_abandoned
+    assert last.committed is None
+
+
+async def test_what_was_written_of_a_failed_chunk_is_removed_at_once(
+    threads: ThreadPoolExecutor,
+) -> None:
+    """Not at the end of the store: prefill may take long, and others need the space."""
+    store = Store(threads)
+    store.sinks[2].error = StorageUnavailable("write 5: EIO")
+    await store.send(0)
+    while not store.stored_layers:
+        await asyncio.sleep(0)
+    assert [index for index in NEEDED if store.sinks[index].is_abandoned] == [2]
+    await store.pump.close()
 
 
 async def test_a_commit_that_fails_is_that_chunks_verdict(threads: ThreadPoolExecutor) -> None:

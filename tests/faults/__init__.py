@@ -1,0 +1,1 @@
+"""Real file systems that fail, under a real server process."""
