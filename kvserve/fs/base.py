@@ -10,7 +10,28 @@ Contract for every implementation (and for every test double):
   (out of file descriptors), whose message has the verb, the path and the errno's name.
 """
 
-from typing import Protocol
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A name in a directory and what it names; "other" is no file one may read (a device, a FIFO,
+    a link to nothing)."""
+
+    name: str
+    kind: Literal["file", "directory", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """What one `stat` tells. `disk_bytes` is what the file takes on the disk, holes left out;
+    `modified_at` is by the file system's clock, seconds."""
+
+    size_bytes: int
+    disk_bytes: int
+    modified_at: float
 
 
 class FileSystem(Protocol):
@@ -71,6 +92,13 @@ class FileSystem(Protocol):
 
     def list_dir(self, path: str) -> list[str]:
         """Names in a directory, in no order; empty if there is no such directory."""
+
+    def scan(self, path: str) -> Iterator[Entry]:
+        """The entries of a directory, in no order, read while they are asked for; none if there is
+        no such directory. The kinds cost no system call each. Links are followed."""
+
+    def info(self, path: str) -> FileInfo | None:
+        """Size, space and time of a file; None if there is no such file. One system call."""
 
     def kind(self, path: str) -> str:
         """Kind of the file system under `path`, such as "ext4", "lustre" or "0x1234abcd"."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvserve.errors import Overloaded, StorageFull, StorageUnavailable
+from kvserve.fs.base import Entry, FileInfo
 
 # More than a chunk has parents.
 _MKDIR_TRIES = 64
@@ -187,6 +188,24 @@ class PosixFileSystem:
             except FileNotFoundError:
                 return []
 
+    def scan(self, path: str) -> Iterator[Entry]:
+        with _translated("list", path):
+            try:
+                listing = os.scandir(path)
+            except FileNotFoundError:
+                return
+            with listing:
+                for entry in listing:
+                    yield _entry(entry)
+
+    def info(self, path: str) -> FileInfo | None:
+        with _translated("stat", path):
+            try:
+                found = os.stat(path)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            return FileInfo(found.st_size, found.st_blocks * 512, found.st_mtime)
+
     def kind(self, path: str) -> str:
         with _translated("statfs", path):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -194,6 +213,17 @@ class PosixFileSystem:
                 return _fd_kind(fd)
             finally:
                 os.close(fd)
+
+
+def _entry(entry: os.DirEntry[str]) -> Entry:
+    try:
+        if entry.is_dir():
+            return Entry(entry.name, "directory")
+        if entry.is_file():
+            return Entry(entry.name, "file")
+    except OSError:
+        pass  # a link that leads nowhere: ELOOP, EACCES
+    return Entry(entry.name, "other")
 
 
 def _fd_kind(fd: int) -> str:

@@ -16,8 +16,9 @@ from kvserve.model import ChunkKey, ChunkStatus, Descriptor, Verdict
 from kvserve.store.known import KnownChunks, known_key
 from kvserve.store.namespaces import Namespaces
 from kvserve.store.open_chunks import OpenChunk, OpenChunks
-from kvserve.store.paths import QUARANTINE_DIR, TempNames, chunk_path, shard_dir
+from kvserve.store.paths import TempNames, chunk_path, shard_dir
 from kvserve.store.publish import ChunkWriter
+from kvserve.store.quarantine import set_aside_blocking
 from kvserve.store.temp_file import create_temp_blocking
 
 
@@ -182,19 +183,11 @@ class ChunkStore:
     def _quarantine_blocking(self, path: str, fd: int) -> None:
         """Moves the damaged file that is open as `fd` out of every reader's way, as evidence.
 
-        Only that file: a good one that has taken its name meanwhile stays. A file system that
-        refuses the move leaves the file where it is; it stays a miss, since every read checks it.
+        A file system that refuses leaves it where it is: a miss, since every read checks it.
         """
         self.open_chunks.forget(path)
-        directory = f"{self.root}/{QUARANTINE_DIR}"
-        flat = path[len(self.root) + 1 :].replace("/", "@")
         with contextlib.suppress(StorageError):
-            if self.fs.is_same(fd, path):
-                self.fs.make_dirs(directory)
-                self.fs.rename(path, f"{directory}/{flat}")
-                if not self.fs.is_same(fd, f"{directory}/{flat}"):
-                    # A good file took the name between the check and the move: put it back.
-                    self.fs.rename(f"{directory}/{flat}", path)
+            set_aside_blocking(self.fs, self.root, path, fd)
         shard_directory, _, name = path.rsplit("/", 2)
         self._known.discard(known_key(shard_directory, bytes.fromhex(name)))
 

@@ -85,7 +85,11 @@ class Owner:
             return True
         seen_at = self._fs.modified_at(self._path(tag))
         now = self._fs.modified_at(self._path(self.tag))
-        return seen_at is not None and now is not None and now - seen_at <= self.lease_s
+        if now is None:
+            return (
+                True  # somebody removed this server's own claim: no age can be told until it beats
+            )
+        return seen_at is not None and now - seen_at <= self.lease_s
 
     def forget_blocking(self, tags: set[str]) -> None:
         """Removes the claims of dead servers, once their files are gone."""

@@ -5,6 +5,7 @@
 <tenant>/<namespace>/identity            the encoded identity, for people and for miss reasons
 .quarantine/                             files that failed a check
 .servers/<tag>                           which servers live, see owners.py
+.fsck/state                              how far an interrupted `kvserve fsck` has come
 ```
 
 `fan` is 3 hex digits of the hash's xxh3: 4,096 directories however an engine makes its hashes, so
@@ -23,6 +24,7 @@ from kvserve.model import ChunkKey
 IDENTITY_NAME: Final = "identity"
 QUARANTINE_DIR: Final = ".quarantine"
 SERVERS_DIR: Final = ".servers"
+FSCK_DIR: Final = ".fsck"
 _FAN_BITS: Final = 12
 
 _LOWER: Final = "abcdefghijklmnopqrstuvwxyz"

@@ -8,9 +8,10 @@ not synced are gone.
 
 import os
 import shutil
+from collections.abc import Iterator
 
 from kvserve.errors import StorageError, StorageUnavailable
-from kvserve.fs import PosixFileSystem
+from kvserve.fs import Entry, FileInfo, PosixFileSystem
 
 CHANGING = frozenset(
     (
@@ -25,7 +26,9 @@ CHANGING = frozenset(
         "make_dirs",
     )
 )
-READING = frozenset(("open_read", "read_into", "size", "list_dir", "is_same", "modified_at"))
+READING = frozenset(
+    ("open_read", "read_into", "size", "list_dir", "scan", "info", "is_same", "modified_at")
+)
 
 
 class FaultyFileSystem(PosixFileSystem):
@@ -154,6 +157,14 @@ class FaultyFileSystem(PosixFileSystem):
     def list_dir(self, path: str) -> list[str]:
         self._count("list_dir")
         return super().list_dir(path)
+
+    def scan(self, path: str) -> Iterator[Entry]:
+        self._count("scan")
+        return super().scan(path)
+
+    def info(self, path: str) -> FileInfo | None:
+        self._count("info")
+        return super().info(path)
 
     def _count(self, verb: str) -> None:
         if verb not in self.verbs:

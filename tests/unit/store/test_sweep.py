@@ -13,6 +13,7 @@ from kvserve.store.paths import TempNames, new_tag, temp_owner
 from kvserve.store.sweep import SweepResult, sweep_blocking
 
 NAME = "00ff" * 8
+NAMESPACE = "5e" * 16
 
 
 @pytest.fixture
@@ -32,7 +33,8 @@ def sweep(root: Path, by: Owner, fs: PosixFileSystem | None = None) -> SweepResu
 
 def leave(root: Path, tag: str, directory: str = "t/ns/0of1/abc") -> Path:
     """A temporary file as a server with this tag makes it."""
-    path = Path(TempNames(tag, Random(9)).beside(f"{root}/{directory}/{NAME}"))
+    place = directory.replace("ns", NAMESPACE)
+    path = Path(TempNames(tag, Random(9)).beside(f"{root}/{place}/{NAME}"))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"half")
     return path
@@ -85,10 +87,10 @@ def test_only_temporary_names_are_touched(root: Path) -> None:
     ]
     for name in kept:
         (directory / name).write_bytes(b"x")
-    (root / "t/ns/identity").write_bytes(b"x")
+    (root / f"t/{NAMESPACE}/identity").write_bytes(b"x")
     assert sweep(root, sweeper).removed == 1
     assert sorted(os.listdir(directory)) == sorted(kept)
-    assert (root / "t/ns/identity").exists()
+    assert (root / f"t/{NAMESPACE}/identity").exists()
 
 
 def test_all_places_where_temporary_files_can_be(root: Path) -> None:
