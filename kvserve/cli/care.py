@@ -28,12 +28,7 @@ from kvserve.fs import PosixFileSystem
 from kvserve.model import ModelIdentity
 from kvserve.store.paths import SERVERS_DIR
 
-_Root = Annotated[
-    Path,
-    typer.Option(
-        "--root", exists=True, file_okay=False, help="Directory of the chunk files (store.root)."
-    ),
-]
+_Root = Annotated[Path, typer.Option("--root", help="Directory of the chunk files (store.root).")]
 _PROBLEMS_FOUND = 1
 _COULD_NOT = 2
 _INTERRUPTED = 130
@@ -70,6 +65,7 @@ def fsck(
         repairs=repair, resumes=resume, threads=threads, owner_lease_s=owner_lease_s
     )
     with _exits_with(_COULD_NOT):
+        _check_root(root)
         _check_user(root)
         try:
             with _progress() as (bar, task):
@@ -96,6 +92,7 @@ def du(
     """What takes the space of a tree: by tenant, by namespace, and beside the chunks."""
     usage = Usage()
     with _exits_with(_COULD_NOT), _progress() as (bar, task):
+        _check_root(root)
         shown_at = 0.0
         for usage in usage_blocking(PosixFileSystem(), str(root)):
             if time.monotonic() - shown_at >= _SHOW_INTERVAL_S:
@@ -122,6 +119,7 @@ def ls(
     """List the chunks of a tree as they are found: size, age, path, identity."""
     listed = 0
     with _exits_with(_COULD_NOT):
+        _check_root(root)
         for chunk in chunks_blocking(
             PosixFileSystem(), str(root), Wanted(tenant, namespace, model)
         ):
@@ -193,6 +191,11 @@ def _exits_with(code: int) -> Iterator[None]:
         text = f"kvserve: {type(error).__name__}: {error}"
         errors.print(text, style="red", markup=False)
         raise typer.Exit(code) from error
+
+
+def _check_root(root: Path) -> None:
+    if not root.is_dir():
+        raise InvalidRequest(f"--root {root} is no directory")
 
 
 def _check_user(root: Path) -> None:

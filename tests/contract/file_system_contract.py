@@ -413,6 +413,47 @@ class FileSystemContract(ABC):
     def test_list_dir_of_a_missing_directory_is_empty(self, fs: FileSystem, tree: str) -> None:
         assert fs.list_dir(f"{tree}/absent") == []
 
+    def test_scan_has_every_name_with_what_it_names(self, fs: FileSystem, tree: str) -> None:
+        self.put(f"{tree}/dir/file", KV)
+        self.put(f"{tree}/dir/.hidden", b"")
+        fs.make_dirs(f"{tree}/dir/sub")
+        assert sorted((entry.name, entry.kind) for entry in fs.scan(f"{tree}/dir")) == [
+            (".hidden", "file"),
+            ("file", "file"),
+            ("sub", "directory"),
+        ]
+
+    def test_scan_of_a_missing_directory_is_empty(self, fs: FileSystem, tree: str) -> None:
+        assert list(fs.scan(f"{tree}/absent")) == []
+
+    def test_scan_of_a_file_is_refused(self, fs: FileSystem, tree: str) -> None:
+        self.put(f"{tree}/file", KV)
+        with pytest.raises(StorageUnavailable, match="ENOTDIR"):
+            list(fs.scan(f"{tree}/file"))
+
+    def test_names_may_go_while_they_are_scanned(self, fs: FileSystem, tree: str) -> None:
+        """A repair removes what it is shown."""
+        for number in range(300):
+            self.put(f"{tree}/dir/{number}", b"")
+        shown = 0
+        for entry in fs.scan(f"{tree}/dir"):
+            assert fs.unlink(f"{tree}/dir/{entry.name}")
+            shown += 1
+        assert shown == 300
+
+    def test_info(self, fs: FileSystem, tree: str) -> None:
+        self.put(f"{tree}/file", KV)
+        info = fs.info(f"{tree}/file")
+        assert info is not None
+        assert info.size_bytes == len(KV)
+        assert info.disk_bytes >= 0
+        assert info.modified_at == fs.modified_at(f"{tree}/file")
+
+    def test_info_of_a_missing_file_is_none(self, fs: FileSystem, tree: str) -> None:
+        self.put(f"{tree}/file", KV)
+        assert fs.info(f"{tree}/absent") is None
+        assert fs.info(f"{tree}/file/below") is None
+
     # kind
 
     def test_kind_is_a_name_or_a_number(self, fs: FileSystem, tree: str) -> None:
