@@ -86,9 +86,8 @@ class Owner:
         seen_at = self._fs.modified_at(self._path(tag))
         now = self._fs.modified_at(self._path(self.tag))
         if now is None:
-            return (
-                True  # somebody removed this server's own claim: no age can be told until it beats
-            )
+            # Somebody removed this server's own claim: until it beats, no age can be told.
+            return True
         return seen_at is not None and now - seen_at <= self.lease_s
 
     def forget_blocking(self, tags: set[str]) -> None:
