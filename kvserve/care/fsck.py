@@ -17,7 +17,7 @@ import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from random import Random, SystemRandom
+from random import SystemRandom
 from typing import Final
 
 from kvserve.care.chunk_check import Checked, ChunkCheck
@@ -85,13 +85,12 @@ class Fsck:
         options: FsckOptions,
         *,
         watcher: Watcher | None = None,
-        random: Random | None = None,
     ) -> None:
         self._fs = fs
         self._root = root
         self._options = options
         self._watcher = watcher or Watcher()
-        self._owner = Owner(fs, root, random or SystemRandom(), lease_s=options.owner_lease_s)
+        self._owner = Owner(fs, root, SystemRandom(), lease_s=options.owner_lease_s)
         self._saved = SavedRun(fs, root)
         self._seen = InOrder()
         self._work: dict[Future[Checked | None], Batch] = {}
@@ -133,6 +132,9 @@ class Fsck:
             return False
         self._seen = InOrder(mark=left.mark, settled=left.tally)
         self._took_before_s = left.took_s
+        if self._options.repairs and not left.repairs and left.tally.problems:
+            text = "the interrupted check ran without repair: what it had found is left as it is"
+            self._warnings[text] = None
         for finding in left.tally.findings:
             self._watcher.found(finding)
         return True

@@ -184,10 +184,12 @@ def _progress() -> Iterator[tuple[Progress, TaskID]]:
 
 @contextmanager
 def _exits_with(code: int) -> Iterator[None]:
-    """An error of ours is one line; 1 is taken by `fsck` for what it finds."""
+    """An error is one line; 1 is taken by `fsck` for what it finds."""
     try:
         yield
-    except KvserveError as error:
+    except BrokenPipeError:
+        raise  # `kvserve ls | head`: nobody is left to tell
+    except (KvserveError, OSError) as error:
         text = f"kvserve: {type(error).__name__}: {error}"
         errors.print(text, style="red", markup=False)
         raise typer.Exit(code) from error

@@ -347,6 +347,19 @@ class TestResume:
         assert result.is_resumed
         assert not list((root / ".fsck").iterdir()), "a finished run leaves nothing to resume"
 
+    def test_a_repair_cannot_go_back_behind_the_mark_and_says_so(self, root: Path) -> None:
+        tree = good_tree(root, 40)
+        first = min(range(40), key=lambda index: str(tree.file(index)))
+        flip(tree.file(first), 4096)
+        with pytest.raises(KeyboardInterrupt):
+            fsck(root, fs=Stopping(20), save_interval_s=0.0)
+        result = fsck(root, resumes=True, repairs=True)
+        assert (result.tally.problems, result.tally.repaired) == (1, 0)
+        assert result.warnings == (
+            "the interrupted check ran without repair: what it had found is left as it is",
+        )
+        assert fsck(root, repairs=True).tally.repaired == 1
+
     def test_nothing_to_resume_checks_all(self, tree: Tree) -> None:
         result = fsck(tree.root, resumes=True)
         assert (result.is_resumed, counts(result)) == (False, {"ok": 13})

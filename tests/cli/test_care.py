@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,17 @@ class TestFsck:
         assert "--root" in here(command, code=2).stderr
         assert os.listdir(tmp_path) == ["file"]
 
+    def test_a_root_that_may_not_be_looked_at_is_2(
+        self, tree: Tree, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(_: Path) -> bool:
+            raise PermissionError(13, "Permission denied", str(tree.root))
+
+        monkeypatch.setattr(Path, "is_dir", refuse)
+        for command in ("fsck", "du", "ls"):
+            ended = here(command, "--root", str(tree.root), code=2)
+            assert "Permission denied" in ended.stderr
+
     def test_a_damaged_state_is_2(self, tree: Tree) -> None:
         (tree.root / ".fsck").mkdir()
         (tree.root / ".fsck" / "state").write_text("{", "utf-8")
@@ -164,6 +177,15 @@ class TestLs:
         assert line.startswith("   16.4 kB")
         assert line.endswith("org/small@r1 bfloat16")
         assert line.split()[2].endswith("d")
+
+    def test_a_reader_that_has_enough_ends_it(self, tree: Tree) -> None:
+        """`kvserve ls | head -1`: no stack, no error."""
+        script = f"{sys.executable} -m kvserve ls --root {tree.root} | head -1"
+        ended = subprocess.run(
+            script, shell=True, capture_output=True, text=True, timeout=60, check=True
+        )
+        assert len(ended.stdout.splitlines()) == 1
+        assert ended.stderr == ""
 
     def test_json_lines_and_filters(self, tree: Tree) -> None:
         namespace = add_secret(tree)
