@@ -13,14 +13,14 @@ from prometheus_client.registry import Collector
 
 from kvserve.errors import InvalidRequest
 from kvserve.model import ChunkStatus, Verdict
+from kvserve.open_tree import OpenTree
 from kvserve.policy.quota import Amount
-from kvserve.tree import Tree
 
 
 class Metrics:
     """One server's registry. Safe from any thread; counting does no I/O."""
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: OpenTree) -> None:
         self.registry = CollectorRegistry()
         self._chunks = Counter(
             "kvserve_chunks",
@@ -80,7 +80,7 @@ class Metrics:
 class _TreeGauges(Collector):
     """Read when they are asked for."""
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: OpenTree) -> None:
         self._tree = tree
 
     def collect(self) -> Iterator[Metric]:

@@ -15,6 +15,7 @@ from kvserve.config import LimitsConfig
 from kvserve.errors import InvalidRequest, Overloaded, StorageError
 from kvserve.metrics import Metrics
 from kvserve.model import ChunkStatus, Descriptor, Verdict, check_layers, check_lease_owner
+from kvserve.open_tree import OpenTree
 from kvserve.store.chunk_store import HIT, ChunkLocations
 from kvserve.store.open_chunks import OpenChunk
 from kvserve.store.publish import ChunkWriter
@@ -25,7 +26,6 @@ from kvserve.transfer.planes.base import FetchPlane, StorePlane
 from kvserve.transfer.store_pump import StorePump
 from kvserve.transfer.store_session import StoreSession
 from kvserve.transfer.turns import Turns
-from kvserve.tree import Tree
 
 _T = TypeVar("_T")
 
@@ -41,7 +41,7 @@ class Service:
 
     def __init__(
         self,
-        tree: Tree,
+        tree: OpenTree,
         threads: Executor,
         limits: LimitsConfig,
         metrics: Metrics,

@@ -19,11 +19,11 @@ from typing import TypeVar
 
 from kvserve.errors import KvserveError
 from kvserve.metrics import Metrics
+from kvserve.open_tree import OpenTree
 from kvserve.policy.quota import Pressure
 from kvserve.store.evict import EvictionResult
 from kvserve.store.sweep import sweep_blocking
 from kvserve.store.tree_count import TreeCount
-from kvserve.tree import Tree
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Upkeep:
 
     def __init__(
         self,
-        tree: Tree,
+        tree: OpenTree,
         metrics: Metrics,
         *,
         sweep_interval_s: float,
@@ -144,7 +144,7 @@ class Upkeep:
         tree = self._tree
         is_steward = await self._run(tree.owner.is_first_blocking)
         fs, root = tree.store.fs, tree.store.root
-        count = TreeCount(fs, root, tree.ledger) if is_steward else None
+        count = TreeCount(fs, tree.ledger) if is_steward else None
         expired = EvictionResult()
         steps = sweep_blocking(fs, root, tree.owner, count)
         result = None

@@ -6,8 +6,8 @@ from random import Random
 
 from kvserve.config import load_config
 from kvserve.fs import FileSystem, PosixFileSystem
+from kvserve.open_tree import OpenTree, build_tree
 from kvserve.store.owners import Owner
-from kvserve.tree import Tree, build_tree
 
 # A server that starts again has other random names, as a real one has; tests stay repeatable.
 _seeds = count()
@@ -20,7 +20,7 @@ def tree_on(
     tag: str = "aB3",
     open_files_max: int = 64,
     **sections: dict[str, object],
-) -> Tree:
+) -> OpenTree:
     """`sections` are settings, such as `store={"durability": "power"}`; `open_files_max` may be
     below what they allow."""
     fs = fs or PosixFileSystem()

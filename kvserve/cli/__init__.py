@@ -7,6 +7,7 @@ from rich.console import Console
 
 import kvserve
 from kvserve.cli.bench import bench
+from kvserve.cli.care import du, fsck, ls
 from kvserve.cli.demo import demo
 from kvserve.cli.demo_llm import demo_llm
 from kvserve.cli.serve import serve
@@ -19,7 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (serve, put, get, lookup, delete, stat, demo, demo_llm):
+for command in (serve, put, get, lookup, delete, stat, fsck, du, ls, demo, demo_llm):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

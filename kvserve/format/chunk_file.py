@@ -12,17 +12,32 @@ import struct
 import sys
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import msgpack
 import xxhash
 
-from kvserve.model import ChunkKey, ChunkStatus, Layout, Verdict
+from kvserve.errors import InvalidRequest, MalformedMessage
+from kvserve.format.identity import decode_identity
+from kvserve.model import (
+    LAYERS_MAX,
+    ChunkKey,
+    ChunkStatus,
+    Layout,
+    Shard,
+    Verdict,
+    check_hashes,
+    check_tenant,
+)
 
 MAGIC: Final = b"\x89KVC\r\n\x1a\n"
 VERSION: Final = 1
 ALIGNMENT_BYTES: Final = 4096
 FIRST_ALIGNMENT_BYTES_MAX: Final = 65_536
+HEADER_SIZE_BYTES_MAX: Final = 1 << 20
+"""More than any header that the model's rules allow."""
 _PROLOGUE: Final = struct.Struct("<8sHHIQII")
 """magic, version, flags, header size, file size, meta size, layer count."""
 
@@ -152,3 +167,80 @@ def diagnose(expected: bytes, header: bytes) -> Verdict:
     if meta != expected[_PROLOGUE.size : _PROLOGUE.size + meta_expected]:
         return Verdict(ChunkStatus.MISS_IDENTITY, "the file holds another chunk's identity")
     return Verdict(corrupt, "layer table does not match the layout")
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkHeader:
+    """What a chunk file says of itself. `checksums` is by layer index."""
+
+    key: ChunkKey
+    geometry: ChunkGeometry
+    checksums: "array[int]"
+
+
+def read_header(start: bytes | memoryview) -> ChunkHeader | Verdict:
+    """Whose chunk a file is, from its first bytes alone: at least `HEADER_SIZE_BYTES_MAX` of them,
+    or the whole file.
+
+    For the care of a tree; readers of a known chunk use `ChunkGeometry.decode_header`. Numbers in
+    the file only say where to look, in bounds: from the names in it the header is made again, and
+    must be equal byte for byte. MISS_IDENTITY is a file of another version.
+    """
+    corrupt = ChunkStatus.MISS_CORRUPT
+    if len(start) < _PROLOGUE.size:
+        return Verdict(corrupt, f"header cut short at {len(start)} bytes")
+    magic, version, _, size, _, meta_size, layer_count = _PROLOGUE.unpack_from(start)
+    if magic != MAGIC:
+        return Verdict(corrupt, f"not a chunk file: it starts with {magic.hex()}")
+    if version != VERSION:
+        return Verdict(
+            ChunkStatus.MISS_IDENTITY, f"chunk file version {version}, this program reads {VERSION}"
+        )
+    if (
+        not 1 <= layer_count <= LAYERS_MAX
+        or size != _PROLOGUE.size + meta_size + 3 * 8 * layer_count + 8
+        or size > HEADER_SIZE_BYTES_MAX
+    ):
+        return Verdict(corrupt, "the sizes in the header do not fit each other")
+    if len(start) < size:
+        return Verdict(corrupt, f"header cut short at {len(start)} bytes")
+    header = bytes(start[:size])
+    if checksum(memoryview(header)[:-8]).to_bytes(8, "little") != header[-8:]:
+        return Verdict(corrupt, "header checksum does not match")
+    try:
+        key, geometry = _named(header[_PROLOGUE.size : _PROLOGUE.size + meta_size])
+    except (InvalidRequest, MalformedMessage) as error:
+        return Verdict(corrupt, f"the header names no chunk: {error}")
+    checksums = geometry.decode_header(key.chunk_hash, header)
+    if isinstance(checksums, Verdict):
+        return Verdict(corrupt, "the header is not the one that its names have")
+    return ChunkHeader(key, geometry, checksums)
+
+
+def _named(meta: bytes) -> tuple[ChunkKey, ChunkGeometry]:
+    try:
+        values = msgpack.unpackb(meta)
+    except ValueError as error:
+        raise MalformedMessage("no msgpack") from error
+    if not isinstance(values, list) or len(values) != 5:
+        raise MalformedMessage("no list of 5")
+    tenant, identity, rank, count, chunk_hash = values
+    if (
+        not (isinstance(tenant, str) and isinstance(identity, bytes))
+        or not (type(rank) is int and type(count) is int)
+        or not isinstance(chunk_hash, bytes)
+    ):
+        raise MalformedMessage("a field has the wrong type")
+    check_hashes([chunk_hash])
+    geometry, first = _geometry(tenant, identity, rank, count, len(chunk_hash))
+    return ChunkKey(first.tenant, first.identity, first.shard, chunk_hash), geometry
+
+
+@lru_cache(maxsize=16)
+def _geometry(
+    tenant: str, identity: bytes, rank: int, count: int, hash_size: int
+) -> tuple[ChunkGeometry, ChunkKey]:
+    """All files of a shard share one; `hash_size` only tells headers of other sizes apart."""
+    check_tenant(tenant)
+    key = ChunkKey(tenant, decode_identity(identity), Shard(rank, count), bytes(hash_size))
+    return ChunkGeometry(key), key

@@ -11,16 +11,27 @@ Contract for every implementation (and for every test double):
   path and the errno's name.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A name in a directory and what it names; "other" is no file one may read (a device, a FIFO,
+    a link to nothing)."""
+
+    name: str
+    kind: Literal["file", "directory", "other"]
 
 
 @dataclass(frozen=True, slots=True)
 class FileStat:
     """What one `stat` tells. `modified_at`: seconds, by the file system's clock or as `touch` set
-    it; `is_marked`: see `mark`."""
+    it; `is_marked`: see `mark`; `disk_bytes`: what the file takes on the disk, holes left out."""
 
     size_bytes: int
+    disk_bytes: int
     modified_at: float
     is_marked: bool
 
@@ -97,6 +108,10 @@ class FileSystem(Protocol):
 
     def list_dir(self, path: str) -> list[str]:
         """Names in a directory, in no order; empty if there is no such directory."""
+
+    def scan(self, path: str) -> Iterator[Entry]:
+        """The entries of a directory, in no order, read while they are asked for; none if there is
+        no such directory. The kinds cost no system call each. Links are followed."""
 
     def kind(self, path: str) -> str:
         """Kind of the file system under `path`, such as "ext4", "lustre" or "0x1234abcd"."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvserve.errors import Overloaded, QuotaExceeded, StorageFull, StorageUnavailable
-from kvserve.fs.base import FileStat
+from kvserve.fs.base import Entry, FileStat
 
 _MODE = 0o640
 
@@ -213,6 +213,16 @@ class PosixFileSystem:
             except FileNotFoundError:
                 return []
 
+    def scan(self, path: str) -> Iterator[Entry]:
+        with _translated("list", path):
+            try:
+                listing = os.scandir(path)
+            except FileNotFoundError:
+                return
+            with listing:
+                for entry in listing:
+                    yield _entry(entry)
+
     def kind(self, path: str) -> str:
         with _translated("statfs", path):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -223,7 +233,8 @@ class PosixFileSystem:
 
 
 def _file_stat(found: os.stat_result) -> FileStat:
-    return FileStat(found.st_size, found.st_mtime, bool(found.st_mode & stat.S_IXUSR))
+    is_marked = bool(found.st_mode & stat.S_IXUSR)
+    return FileStat(found.st_size, found.st_blocks * 512, found.st_mtime, is_marked)
 
 
 def _open_fresh(path: str) -> int:
@@ -235,6 +246,17 @@ def _open_fresh(path: str) -> int:
             raise
     # A directory on the way was replaced elsewhere: the system has dropped what it knew of it.
     return os.open(path, flags)
+
+
+def _entry(entry: os.DirEntry[str]) -> Entry:
+    try:
+        if entry.is_dir():
+            return Entry(entry.name, "directory")
+        if entry.is_file():
+            return Entry(entry.name, "file")
+    except OSError:
+        pass  # a link that leads nowhere: ELOOP, EACCES
+    return Entry(entry.name, "other")
 
 
 def _fd_kind(fd: int) -> str:

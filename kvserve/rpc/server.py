@@ -22,9 +22,9 @@ from kvserve.errors import InvalidRequest
 from kvserve.format.messages import SERVICE
 from kvserve.frame_memory import keep_frame_memory
 from kvserve.metrics import Metrics
+from kvserve.open_tree import open_tree_blocking
 from kvserve.rpc.servicer import Servicer
 from kvserve.service import Service
-from kvserve.tree import open_tree_blocking
 from kvserve.upkeep import Upkeep
 
 log = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ A reader that has the file open, on this or another host, reads the original byt
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
 
@@ -22,8 +23,7 @@ from kvserve.store.journal import RecordKind
 from kvserve.store.known import KnownChunks, known_key
 from kvserve.store.ledger import Ledger
 from kvserve.store.open_chunks import OpenChunks
-from kvserve.store.paths import is_chunk_name
-from kvserve.store.sweep import visible_dirs
+from kvserve.store.tree import NAMESPACE, is_chunk_name, is_ours, shard_of, walk_blocking
 
 log = logging.getLogger(__name__)
 
@@ -189,25 +189,29 @@ class Evictor:
 
     def _deck(self, tenant: str | None) -> Iterator[str]:
         """The directories to look at, each once, in random order."""
-        tenants = [tenant] if tenant is not None else self._tenants_above_floor()
-        shards = [
-            shard
-            for name in tenants
-            for namespace in visible_dirs(self._fs, f"{self._root}/{name}")
-            for shard in visible_dirs(self._fs, namespace)
-        ]
+        tenants = {tenant} if tenant is not None else self._tenants_above_floor()
+        shards: list[str] = []
+        for directory in walk_blocking(
+            self._fs,
+            self._root,
+            wants=lambda parts: parts[0] in tenants and len(parts) <= NAMESPACE,
+        ):
+            if directory.level == NAMESPACE:
+                with suppress(StorageError):  # what cannot be listed cannot be evicted from
+                    names = (entry.name for entry in directory.entries())
+                    shards += [f"{directory.path}/{it}" for it in names if shard_of(it)]
         self._random.shuffle(shards)
-        fans = [
-            directory
-            for shard in shards[:_SHARDS_A_ROUND]
-            for directory in visible_dirs(self._fs, shard)
-        ]
+        fans: list[str] = []
+        for shard in shards[:_SHARDS_A_ROUND]:
+            with suppress(StorageError):
+                names = (entry.name for entry in self._fs.scan(shard))
+                fans += [f"{shard}/{it}" for it in names if is_ours(("", "", "", it))]
         self._random.shuffle(fans)
         yield from fans
 
-    def _tenants_above_floor(self) -> list[str]:
+    def _tenants_above_floor(self) -> set[str]:
         usage = self._ledger.usage()
-        return [name for name in usage if above_floor(self._ledger.quotas, usage, name) > 0]
+        return {name for name in usage if above_floor(self._ledger.quotas, usage, name) > 0}
 
     def _key(self, candidate: Candidate) -> int:
         shard = candidate.directory[len(self._root) + 1 :].rpartition("/")[0]

@@ -7,7 +7,7 @@ names a namespace that the tenant does not have, the identities the tenant does 
 
 from collections import OrderedDict
 
-from kvserve.format.identity import differences, model_of
+from kvserve.format.identity import ENCODED_SIZE_BYTES_MAX, differences, model_of
 from kvserve.fs import FileSystem
 from kvserve.model import ChunkKey
 from kvserve.store.paths import IDENTITY_NAME, TempNames, chunk_path, namespace_dir
@@ -15,7 +15,6 @@ from kvserve.store.temp_file import TempFile
 
 _KNOWN_MAX = 4096
 _SIBLINGS_MAX = 16
-_ENCODED_SIZE_BYTES_MAX = 1 << 20
 
 
 class Namespaces:
@@ -75,7 +74,7 @@ class Namespaces:
         if fd is None:
             return None
         try:
-            buffer = bytearray(_ENCODED_SIZE_BYTES_MAX)
+            buffer = bytearray(ENCODED_SIZE_BYTES_MAX)
             got = self._fs.read_into(fd, memoryview(buffer), 0)
         finally:
             self._fs.close(fd)

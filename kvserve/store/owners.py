@@ -89,9 +89,10 @@ class Owner:
             return True
         seen = self._fs.stat(self._path(tag))
         own = self._fs.stat(self._path(self.tag))
-        if seen is None or own is None:
-            return False
-        return own.modified_at - seen.modified_at <= self.lease_s
+        if own is None:
+            # Somebody removed this server's own claim: until it beats, no age can be told.
+            return True
+        return seen is not None and own.modified_at - seen.modified_at <= self.lease_s
 
     def is_first_blocking(self) -> bool:
         """Whether this server's tag is the first of the living ones: it is the tree's steward."""

@@ -6,6 +6,7 @@
 .quarantine/                             files that failed a check
 .servers/<tag>                           which servers live, see owners.py
 .usage/ .leases/ .evicted/               what the servers tell one another, see exchange.py
+.fsck/state                              how far an interrupted `kvserve fsck` has come
 ```
 
 `fan` is 3 hex digits of the hash's xxh3: 4,096 directories however an engine makes its hashes, so
@@ -27,6 +28,7 @@ SERVERS_DIR: Final = ".servers"
 USAGE_DIR: Final = ".usage"
 LEASES_DIR: Final = ".leases"
 EVICTED_DIR: Final = ".evicted"
+FSCK_DIR: Final = ".fsck"
 _FAN_BITS: Final = 12
 
 # Formatting a number costs more than the rest of a path.
@@ -76,11 +78,6 @@ class TempNames:
         """A name in the directory of `path` for its bytes until they are whole."""
         directory, _, name = path.rpartition("/")
         return f"{directory}/.{name}.{self._tag}{_mixed(self._random)}"
-
-
-def is_chunk_name(name: str) -> bool:
-    """A chunk hash of an allowed size in hex."""
-    return re.fullmatch(r"(?:[0-9a-f]{2}){16,64}", name) is not None
 
 
 def temp_owner(name: str) -> str | None:

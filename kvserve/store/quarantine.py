@@ -31,22 +31,15 @@ class Quarantine:
         Only that file: a good one that has taken its name meanwhile stays. A file system that
         refuses the move leaves the file where it is; it stays a miss, since every read checks it.
         """
-        flat = f"{self._directory}/{path[len(self._root) + 1 :].replace('/', '@')}"
         try:
-            if not self._fs.is_same(fd, path):
-                return 0
             size_bytes = self._fs.stat_open(fd).size_bytes
-            self._fs.make_dirs(self._directory)
-            self._fs.rename(path, flat)
-            if not self._fs.is_same(fd, flat):
-                # A good file took the name between the check and the move: put it back.
-                self._fs.rename(flat, path)
+            if not set_aside_blocking(self._fs, self._root, path, fd):
                 return 0
         except StorageError as error:
-            log.warning("a damaged file stays where it is: %s", error)
+            log.warning("a damaged chunk stays at its place, as a miss: %s", error)
             return 0
         self.taken += 1
-        log.warning("damaged: %s is now %s", path, flat)
+        log.warning("damaged, now in %s: %s", self._directory, path)
         with suppress(StorageError):  # the next one tries again
             self._trim_blocking()
         return size_bytes
@@ -64,3 +57,24 @@ class Quarantine:
                     return
                 self._fs.unlink(f"{self._directory}/{name}")
                 excess -= size_bytes
+
+
+def set_aside_blocking(fs: FileSystem, root: str, path: str, fd: int) -> bool:
+    """Moves the file that is open as `fd` out of every reader's way; True if that was done.
+
+    Only that file: a good one that has taken its name meanwhile stays. `fd` keeps the file's inode
+    taken, so that no new file can be mistaken for it.
+
+    Raises:
+        StorageError: the file system refused; the file may still be where it was.
+    """
+    if not fs.is_same(fd, path):
+        return False
+    aside = f"{root}/{QUARANTINE_DIR}/{path[len(root) + 1 :].replace('/', '@')}"
+    fs.make_dirs(f"{root}/{QUARANTINE_DIR}")
+    fs.rename(path, aside)
+    if fs.is_same(fd, aside):
+        return True
+    # A good file took the name between the check and the move: put it back.
+    fs.rename(aside, path)
+    return False

@@ -13,6 +13,7 @@ from kvserve.errors import StorageError
 from kvserve.fs import FileSystem
 from kvserve.store.owners import Owner
 from kvserve.store.paths import temp_owner
+from kvserve.store.tree import walk_blocking
 from kvserve.store.tree_count import TreeCount
 
 
@@ -37,48 +38,31 @@ def sweep_blocking(
     owner.beat_blocking()  # ages are counted from this moment
     dead = owner.dead_blocking()
     result = SweepResult()
-    for directory in _directories(fs, root):
+    for directory in walk_blocking(fs, root):
         result.directories += 1
-        result.directory = directory
+        result.directory = directory.path
         try:
             if count is not None:
                 count.enter(directory)
-            names = fs.list_dir(directory)
-            if count is not None:
-                count.add_blocking(directory, names)
+            for entry in directory.entries():
+                if count is not None:
+                    count.add_blocking(directory, entry.name)
+                tag = temp_owner(entry.name)
+                if tag is not None:
+                    _remove_if_dead(f"{directory.path}/{entry.name}", tag, owner, result, fs=fs)
         except StorageError:
             result.failed += 1
-            continue
-        for name in names:
-            tag = temp_owner(name)
-            if tag is None:
-                continue
-            try:
-                if owner.lives_blocking(tag):
-                    continue
-                result.removed += fs.unlink(f"{directory}/{name}")
-            except StorageError:
-                result.failed += 1
         yield result
     if not result.failed:
         owner.forget_blocking(dead)
     yield result
 
 
-def _directories(fs: FileSystem, root: str) -> Iterator[str]:
-    """Every directory that may hold temporary files: the root, namespaces, fans."""
-    yield root
-    for tenant in visible_dirs(fs, root):
-        for namespace in visible_dirs(fs, tenant):
-            yield namespace
-            for shard in visible_dirs(fs, namespace):
-                yield from visible_dirs(fs, shard)
-
-
-def visible_dirs(fs: FileSystem, directory: str) -> list[str]:
-    """What a directory holds but dot names, in order; empty if it cannot be listed."""
+def _remove_if_dead(
+    path: str, tag: str, owner: Owner, result: SweepResult, *, fs: FileSystem
+) -> None:
     try:
-        names = fs.list_dir(directory)
+        if not owner.lives_blocking(tag):
+            result.removed += fs.unlink(path)
     except StorageError:
-        return []  # a file, or a directory that is broken: its own listing is counted above
-    return [f"{directory}/{name}" for name in sorted(names) if not name.startswith(".")]
+        result.failed += 1

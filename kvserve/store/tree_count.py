@@ -7,7 +7,7 @@ each shard are enough, and a walk over ten million chunks costs listings, not te
 from kvserve.fs import FileSystem
 from kvserve.policy.quota import Amount
 from kvserve.store.ledger import Ledger, UsageByTenant
-from kvserve.store.paths import is_chunk_name
+from kvserve.store.tree import FAN, Directory, Parts, is_chunk_name
 
 _LOOKS = 3
 """The largest of so many files is the size: one that was cut short must not mislead."""
@@ -16,38 +16,33 @@ _LOOKS = 3
 class TreeCount:
     """One count; give it every directory in walking order, then `finish`."""
 
-    def __init__(self, fs: FileSystem, root: str, ledger: Ledger) -> None:
+    def __init__(self, fs: FileSystem, ledger: Ledger) -> None:
         self._fs = fs
-        self._root = root
         self._ledger = ledger
         self._counted: UsageByTenant = {}
         # By shard directory and length of the name.
-        self._sizes: dict[tuple[str, int], list[int]] = {}
+        self._sizes: dict[tuple[Parts, int], list[int]] = {}
         ledger.start_count()
 
-    def enter(self, directory: str) -> None:
+    def enter(self, directory: Directory) -> None:
         """The walk is about to list this directory."""
-        self._ledger.pass_directory(directory)
+        self._ledger.pass_directory(directory.path)
 
-    def add_blocking(self, directory: str, names: list[str]) -> None:
-        """`names`: what was listed."""
-        parts = directory[len(self._root) + 1 :].split("/")
-        if len(parts) != 4:  # tenant, namespace, shard, fan
-            return
-        size_bytes = files = 0
-        for name in filter(is_chunk_name, names):
-            size_bytes += self._size(directory, name)
-            files += 1
-        self._counted[parts[0]] = self._counted.get(parts[0], Amount()) + Amount(size_bytes, files)
+    def add_blocking(self, directory: Directory, name: str) -> None:
+        """A name that was found there."""
+        if directory.level == FAN and is_chunk_name(name):
+            tenant = directory.parts[0]
+            size_bytes = self._size(directory, name)
+            self._counted[tenant] = self._counted.get(tenant, Amount()) + Amount(size_bytes, 1)
 
     def finish(self) -> tuple[UsageByTenant, UsageByTenant]:
         """See `Ledger.end_count`."""
         return self._ledger.end_count(self._counted)
 
-    def _size(self, directory: str, name: str) -> int:
-        sizes = self._sizes.setdefault((directory.rpartition("/")[0], len(name)), [])
+    def _size(self, directory: Directory, name: str) -> int:
+        sizes = self._sizes.setdefault((directory.parts[:-1], len(name)), [])
         if len(sizes) < _LOOKS:
-            found = self._fs.stat(f"{directory}/{name}")
+            found = self._fs.stat(f"{directory.path}/{name}")
             if found is not None:
                 sizes.append(found.size_bytes)
         return max(sizes, default=0)

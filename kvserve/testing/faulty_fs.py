@@ -8,9 +8,10 @@ not synced are gone.
 
 import os
 import shutil
+from collections.abc import Iterator
 
 from kvserve.errors import StorageError, StorageUnavailable
-from kvserve.fs import FileStat, PosixFileSystem
+from kvserve.fs import Entry, FileStat, PosixFileSystem
 
 CHANGING = frozenset(
     (
@@ -27,7 +28,7 @@ CHANGING = frozenset(
         "mark",
     )
 )
-READING = frozenset(("open_read", "read_into", "stat", "stat_open", "list_dir", "is_same"))
+READING = frozenset(("open_read", "read_into", "stat", "stat_open", "list_dir", "scan", "is_same"))
 
 
 class FaultyFileSystem(PosixFileSystem):
@@ -164,6 +165,10 @@ class FaultyFileSystem(PosixFileSystem):
     def list_dir(self, path: str) -> list[str]:
         self._count("list_dir")
         return super().list_dir(path)
+
+    def scan(self, path: str) -> Iterator[Entry]:
+        self._count("scan")
+        return super().scan(path)
 
     def _count(self, verb: str) -> None:
         if verb not in self.verbs:

@@ -323,6 +323,7 @@ class FileSystemContract(ABC):
             found = fs.stat(f"{tree}/{name}")
             assert found is not None
             assert found.size_bytes == size
+            assert found.disk_bytes >= 0
             assert not found.is_marked
 
     def test_stat_of_a_missing_file_is_none(self, fs: FileSystem, tree: str) -> None:
@@ -453,6 +454,34 @@ class FileSystemContract(ABC):
 
     def test_list_dir_of_a_missing_directory_is_empty(self, fs: FileSystem, tree: str) -> None:
         assert fs.list_dir(f"{tree}/absent") == []
+
+    def test_scan_has_every_name_with_what_it_names(self, fs: FileSystem, tree: str) -> None:
+        self.put(f"{tree}/dir/file", KV)
+        self.put(f"{tree}/dir/.hidden", b"")
+        fs.make_dirs(f"{tree}/dir/sub")
+        assert sorted((entry.name, entry.kind) for entry in fs.scan(f"{tree}/dir")) == [
+            (".hidden", "file"),
+            ("file", "file"),
+            ("sub", "directory"),
+        ]
+
+    def test_scan_of_a_missing_directory_is_empty(self, fs: FileSystem, tree: str) -> None:
+        assert list(fs.scan(f"{tree}/absent")) == []
+
+    def test_scan_of_a_file_is_refused(self, fs: FileSystem, tree: str) -> None:
+        self.put(f"{tree}/file", KV)
+        with pytest.raises(StorageUnavailable, match="ENOTDIR"):
+            list(fs.scan(f"{tree}/file"))
+
+    def test_names_may_go_while_they_are_scanned(self, fs: FileSystem, tree: str) -> None:
+        """A repair removes what it is shown."""
+        for number in range(300):
+            self.put(f"{tree}/dir/{number}", b"")
+        shown = 0
+        for entry in fs.scan(f"{tree}/dir"):
+            assert fs.unlink(f"{tree}/dir/{entry.name}")
+            shown += 1
+        assert shown == 300
 
     # kind
 

@@ -198,3 +198,22 @@ def test_no_space_and_no_quota_are_told_apart(
     with pytest.raises(StorageFull) as caught:
         PosixFileSystem().create(str(tmp_path / "file"))
     assert type(caught.value) is kind
+
+
+def test_scan_tells_what_one_must_not_open(tmp_path: Path) -> None:
+    """Opening a FIFO waits for ever; a link to nothing has nothing to open; others are followed."""
+    (tmp_path / "real").write_bytes(KV)
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "up").symlink_to(tmp_path)
+    kinds = {entry.name: entry.kind for entry in PosixFileSystem().scan(str(tmp_path))}
+    assert kinds == {
+        "real": "file",
+        "fifo": "other",
+        "dangling": "other",
+        "circle": "other",
+        "link": "file",
+        "up": "directory",
+    }

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvserve.errors import InvalidRequest, MalformedMessage
-from kvserve.format.chunk_file import ChunkGeometry
-from kvserve.format.identity import differences, model_of
+from kvserve.format.chunk_file import ChunkGeometry, ChunkHeader, read_header
+from kvserve.format.identity import decode_identity, differences, model_of
 from kvserve.format.messages import descriptor_from_pb, descriptor_to_pb, parse
 from kvserve.model import ChunkStatus, Descriptor, Verdict
 from kvserve.v1 import kvserve_pb2 as pb
@@ -49,6 +49,19 @@ def test_a_chunk_file_header_survives_the_disk(descriptor: Descriptor, data: st.
         other = geometry.decode_header(descriptor.chunk_hashes[index], read)
         assert isinstance(other, Verdict)
         assert other.status is ChunkStatus.MISS_IDENTITY
+
+
+@given(descriptors())
+def test_a_file_says_whose_chunk_it_is(descriptor: Descriptor) -> None:
+    """With no expectation: what fsck reads is what was stored."""
+    key = descriptor.key(descriptor.chunk_count - 1)
+    sums = list(range(descriptor.layout.layer_count))
+    header = read_header(ChunkGeometry(key).encode_header(key.chunk_hash, sums))
+    assert isinstance(header, ChunkHeader), header
+    assert header.key == key
+    assert header.checksums == tuple(sums)
+    assert header.geometry.slice_offsets == ChunkGeometry(key).slice_offsets
+    assert decode_identity(key.identity.encoded) == key.identity
 
 
 @given(descriptors(), descriptors(), st.data())

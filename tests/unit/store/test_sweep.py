@@ -1,18 +1,20 @@
 """Files of dead servers go, files of live ones stay (T8); nothing else is touched."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from kvserve.errors import StorageError, StorageUnavailable
-from kvserve.fs import PosixFileSystem
+from kvserve.fs import Entry, PosixFileSystem
 from kvserve.store.owners import Owner
 from kvserve.store.paths import TempNames, new_tag, temp_owner
 from kvserve.store.sweep import SweepResult, sweep_blocking
 
 NAME = "00ff" * 8
+NAMESPACE = "5e" * 16
 
 
 @pytest.fixture
@@ -32,7 +34,8 @@ def sweep(root: Path, by: Owner, fs: PosixFileSystem | None = None) -> SweepResu
 
 def leave(root: Path, tag: str, directory: str = "t/ns/0of1/abc") -> Path:
     """A temporary file as a server with this tag makes it."""
-    path = Path(TempNames(tag, Random(9)).beside(f"{root}/{directory}/{NAME}"))
+    place = directory.replace("ns", NAMESPACE)
+    path = Path(TempNames(tag, Random(9)).beside(f"{root}/{place}/{NAME}"))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"half")
     return path
@@ -85,10 +88,10 @@ def test_only_temporary_names_are_touched(root: Path) -> None:
     ]
     for name in kept:
         (directory / name).write_bytes(b"x")
-    (root / "t/ns/identity").write_bytes(b"x")
+    (root / f"t/{NAMESPACE}/identity").write_bytes(b"x")
     assert sweep(root, sweeper).removed == 1
     assert sorted(os.listdir(directory)) == sorted(kept)
-    assert (root / "t/ns/identity").exists()
+    assert (root / f"t/{NAMESPACE}/identity").exists()
 
 
 def test_all_places_where_temporary_files_can_be(root: Path) -> None:
@@ -167,3 +170,41 @@ def test_a_claim_that_somebody_removed_is_made_again(root: Path) -> None:
     (root / ".servers" / one.tag).unlink()
     one.beat_blocking()
     assert os.listdir(root / ".servers") == [one.tag]
+
+
+def test_a_server_whose_own_claim_vanished_takes_nobody_for_dead(root: Path) -> None:
+    """It has no clock to compare with; until its next beat nothing is removed."""
+    living, sweeper = owner(root, 1), owner(root, 2)
+    path = leave(root, living.tag)
+    (root / ".servers" / sweeper.tag).unlink()
+    assert sweeper.lives_blocking(living.tag)
+    assert sweeper.lives_blocking("zZ9")
+    sweeper.beat_blocking()
+    assert not sweeper.lives_blocking("zZ9")
+    assert path.exists()
+
+
+def test_what_is_not_in_a_directory_of_ours_stays(root: Path) -> None:
+    """Somebody's backup beside the tenants is somebody's."""
+    sweeper = owner(root, 1)
+    places = ("lost+found/x/0of1/abc", "t/notes/0of1/abc", "t/ns/0of0/abc", "t/ns/0of1/ABC")
+    left = [leave(root, "zZ9", place) for place in places]
+    assert sweep(root, sweeper).removed == 0
+    assert all(path.exists() for path in left)
+
+
+def test_a_directory_that_cannot_be_listed_keeps_the_dead_on_record(root: Path) -> None:
+    """Their files below it are still there: the next round must know whose they are."""
+
+    class Broken(PosixFileSystem):
+        def scan(self, path: str) -> Iterator[Entry]:
+            if path.endswith("/0of1"):
+                raise StorageUnavailable("list: EIO")
+            return super().scan(path)
+
+    sweeper, dead = owner(root, 1), owner(root, 2)
+    leave(root, dead.tag)
+    silent_for(root, dead.tag, 100)
+    result = sweep(root, sweeper, Broken())
+    assert (result.removed, result.failed) == (0, 1)
+    assert dead.tag in os.listdir(root / ".servers")

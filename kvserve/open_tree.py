@@ -35,7 +35,7 @@ _REMEMBERED_MAX = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
+class OpenTree:
     """An open root."""
 
     store: ChunkStore
@@ -48,7 +48,7 @@ class Tree:
     quarantine: Quarantine
 
 
-def open_tree_blocking(config: Config) -> Tree:
+def open_tree_blocking(config: Config) -> OpenTree:
     """The store on a root that was just written to, and this server's claim on it.
 
     Raises:
@@ -74,7 +74,7 @@ def open_tree_blocking(config: Config) -> Tree:
         ) from error
 
 
-def build_tree(fs: FileSystem, root: str, config: Config, owner: Owner, random: Random) -> Tree:
+def build_tree(fs: FileSystem, root: str, config: Config, owner: Owner, random: Random) -> OpenTree:
     """Puts the parts together; does no I/O."""
     store, capacity = config.store, config.capacity
     ledger = Ledger(quotas_of(config))
@@ -89,7 +89,7 @@ def build_tree(fs: FileSystem, root: str, config: Config, owner: Owner, random: 
     exchange = Exchange(fs, root, owner.tag, leases=leases, departures=departures, known=known)
     open_chunks = OpenChunks(fs, _raise_file_limit(store.open_files_max))
     quarantine = Quarantine(fs, root, size_bytes_max=store.quarantine_size_bytes_max)
-    return Tree(
+    return OpenTree(
         ChunkStore(
             fs,
             root,

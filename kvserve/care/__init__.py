@@ -1,0 +1,1 @@
+"""Care of a tree by the command line, with or without servers on it: check, measure, list."""
