@@ -10,6 +10,7 @@ injective encoding, and the encoding itself is kept in every chunk file and comp
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -63,6 +64,11 @@ class ChunkStatus(IntEnum):
     UNPINNED = 34
 
     @property
+    def is_miss(self) -> bool:
+        """Looked for and not there, for whatever reason."""
+        return self.name.startswith("MISS_")
+
+    @property
     def is_stored(self) -> bool:
         """The chunk is whole on the server after this reply."""
         return self in (ChunkStatus.HIT, ChunkStatus.STORED, ChunkStatus.KNOWN)
@@ -82,6 +88,12 @@ def leading_hits(verdicts: Sequence[Verdict]) -> int:
         if verdict.status is not ChunkStatus.HIT:
             return index
     return len(verdicts)
+
+
+def miss_counts(verdicts: Sequence[Verdict]) -> dict[ChunkStatus, int]:
+    """How many chunks are misses, by reason."""
+    reasons = Counter(verdict.status for verdict in verdicts)
+    return {status: count for status, count in reasons.items() if status.is_miss}
 
 
 class LayerKind(IntEnum):

@@ -200,8 +200,30 @@ class Client:
     def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
         return _wait(self._client.server_info(timeout_s=timeout_s))
 
-    def lookup(self, descriptor: Descriptor, *, timeout_s: float | None = None) -> Presence:
-        return _wait(self._client.lookup(descriptor, timeout_s=timeout_s))
+    def lookup(
+        self,
+        descriptor: Descriptor,
+        *,
+        lease_owner: str = "",
+        lease_ttl_s: float = 0.0,
+        timeout_s: float | None = None,
+    ) -> Presence:
+        return _wait(
+            self._client.lookup(
+                descriptor, lease_owner=lease_owner, lease_ttl_s=lease_ttl_s, timeout_s=timeout_s
+            )
+        )
+
+    def release(
+        self, lease_owner: str, *, tenant: str = "default", timeout_s: float | None = None
+    ) -> int:
+        return _wait(self._client.release(lease_owner, tenant=tenant, timeout_s=timeout_s))
+
+    def pin(self, descriptor: Descriptor, *, timeout_s: float | None = None) -> list[ChunkStatus]:
+        return _wait(self._client.pin(descriptor, timeout_s=timeout_s))
+
+    def unpin(self, descriptor: Descriptor, *, timeout_s: float | None = None) -> list[ChunkStatus]:
+        return _wait(self._client.unpin(descriptor, timeout_s=timeout_s))
 
     def delete(
         self, descriptor: Descriptor, *, timeout_s: float | None = None

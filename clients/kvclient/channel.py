@@ -57,6 +57,19 @@ class Rpcs:
             request_serializer=pb.DeleteRequest.SerializeToString,
             response_deserializer=pb.DeleteReply.FromString,
         )
+        self.release = channel.unary_unary(
+            f"/{SERVICE}/Release",
+            request_serializer=pb.ReleaseRequest.SerializeToString,
+            response_deserializer=pb.ReleaseReply.FromString,
+        )
+        self.pin, self.unpin = (
+            channel.unary_unary(
+                f"/{SERVICE}/{name}",
+                request_serializer=pb.PinRequest.SerializeToString,
+                response_deserializer=pb.PinReply.FromString,
+            )
+            for name in ("Pin", "Unpin")
+        )
         self.fetch: grpc.aio.UnaryStreamMultiCallable[pb.FetchRequest, bytes] = (
             channel.unary_stream(
                 f"/{SERVICE}/Fetch", request_serializer=pb.FetchRequest.SerializeToString

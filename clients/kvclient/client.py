@@ -19,7 +19,7 @@ from kvclient.region import Region
 from kvclient.status import translated
 from kvclient.store import StoreHandle
 from kvserve.format.messages import descriptor_to_pb, verdicts_from_pb
-from kvserve.model import ChunkStatus, Descriptor, Verdict, leading_hits
+from kvserve.model import ChunkStatus, Descriptor, Verdict, leading_hits, miss_counts
 from kvserve.v1 import kvserve_pb2 as pb
 
 _T = TypeVar("_T")
@@ -37,14 +37,22 @@ class ServerInfo:
     message_size_bytes_max: int
     frame_size_bytes_max: int
     transfers_max: int
+    lease_ttl_s_max: float
 
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """Answer of a lookup. `prefix_chunks`: length of the leading run of hits."""
+    """Answer of a lookup. `prefix_chunks`: length of the leading run of hits; `leased_chunks`: how
+    many hits are leased to the owner that the lookup named."""
 
     prefix_chunks: int
     verdicts: list[Verdict]
+    leased_chunks: int = 0
+
+    @property
+    def misses(self) -> dict[ChunkStatus, int]:
+        """How many chunks are misses, by reason."""
+        return miss_counts(self.verdicts)
 
     @property
     def hits(self) -> list[bool]:
@@ -127,16 +135,79 @@ class AsyncClient:
             message_size_bytes_max=reply.limits.message_size_bytes_max,
             frame_size_bytes_max=reply.limits.frame_size_bytes_max,
             transfers_max=reply.limits.transfers_max,
+            lease_ttl_s_max=reply.limits.lease_ttl_s_max,
         )
 
-    async def lookup(self, descriptor: Descriptor, *, timeout_s: float | None = None) -> Presence:
-        request = pb.LookupRequest(descriptor=descriptor_to_pb(descriptor))
+    async def lookup(
+        self,
+        descriptor: Descriptor,
+        *,
+        lease_owner: str = "",
+        lease_ttl_s: float = 0.0,
+        timeout_s: float | None = None,
+    ) -> Presence:
+        """Which chunks are stored.
+
+        With `lease_owner` (a request's id, unique in the tenant) and `lease_ttl_s` the hits are
+        leased: they are not evicted until `release`, or for so long. A later lookup for the same
+        owner and shard replaces the lease.
+
+        Raises:
+            InvalidRequest: the ttl is above the server's `lease_ttl_s_max`.
+            Overloaded: the server has leased as many chunks as it may.
+        """
+        request = pb.LookupRequest(
+            descriptor=descriptor_to_pb(descriptor),
+            lease_owner=lease_owner,
+            lease_ttl_s=lease_ttl_s,
+        )
         reply: pb.LookupReply = await self._answer(
             "Lookup", lambda rpcs: rpcs.lookup, request, timeout_s
         )
         with translated(self._channel.address, "Lookup", 0):
             verdicts = verdicts_from_pb(reply.chunk_statuses, reply.details, descriptor.chunk_count)
-        return Presence(leading_hits(verdicts), verdicts)
+        return Presence(leading_hits(verdicts), verdicts, reply.leased_chunks)
+
+    async def release(
+        self, lease_owner: str, *, tenant: str = "default", timeout_s: float | None = None
+    ) -> int:
+        """Gives free what lookups leased to this owner; returns how many chunks those were.
+
+        Releasing twice, or what has expired, is harmless.
+        """
+        request = pb.ReleaseRequest(tenant=tenant, lease_owner=lease_owner)
+        reply: pb.ReleaseReply = await self._answer(
+            "Release", lambda rpcs: rpcs.release, request, timeout_s
+        )
+        return reply.released_chunks
+
+    async def pin(
+        self, descriptor: Descriptor, *, timeout_s: float | None = None
+    ) -> list[ChunkStatus]:
+        """Bars stored chunks from eviction and expiry, for every server and until `unpin`.
+
+        PINNED or a MISS_* for every chunk.
+        """
+        return await self._pin("Pin", lambda rpcs: rpcs.pin, descriptor, timeout_s)
+
+    async def unpin(
+        self, descriptor: Descriptor, *, timeout_s: float | None = None
+    ) -> list[ChunkStatus]:
+        """UNPINNED or a MISS_* for every chunk."""
+        return await self._pin("Unpin", lambda rpcs: rpcs.unpin, descriptor, timeout_s)
+
+    async def _pin(
+        self,
+        rpc: str,
+        of: Callable[[Rpcs], Callable[..., Awaitable[pb.PinReply]]],
+        descriptor: Descriptor,
+        timeout_s: float | None,
+    ) -> list[ChunkStatus]:
+        request = pb.PinRequest(descriptor=descriptor_to_pb(descriptor))
+        reply = await self._answer(rpc, of, request, timeout_s)
+        with translated(self._channel.address, rpc, 0):
+            verdicts = verdicts_from_pb(reply.chunk_statuses, (), descriptor.chunk_count)
+        return [verdict.status for verdict in verdicts]
 
     async def delete(
         self, descriptor: Descriptor, *, timeout_s: float | None = None

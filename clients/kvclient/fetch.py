@@ -10,7 +10,14 @@ from kvclient.placement import Placement
 from kvserve.errors import InvalidRequest, ServerFault
 from kvserve.format.frames import decode_frame
 from kvserve.format.messages import chunk_status, descriptor_to_pb, parse, verdicts_from_pb
-from kvserve.model import Descriptor, Verdict, check_layers, leading_hits
+from kvserve.model import (
+    ChunkStatus,
+    Descriptor,
+    Verdict,
+    check_layers,
+    leading_hits,
+    miss_counts,
+)
 from kvserve.v1 import kvserve_pb2 as pb
 
 
@@ -28,6 +35,11 @@ class FetchResult:
     @property
     def is_whole(self) -> bool:
         return self.prefix_chunks == len(self.verdicts)
+
+    @property
+    def misses(self) -> dict[ChunkStatus, int]:
+        """How many chunks are misses, by reason."""
+        return miss_counts(self.verdicts)
 
 
 class FetchHandle(Handle):

@@ -90,7 +90,7 @@ class Fsck:
         self._root = root
         self._options = options
         self._watcher = watcher or Watcher()
-        self._owner = Owner(fs, root, SystemRandom(), lease_s=options.owner_lease_s)
+        self._owner = Owner(fs, root, SystemRandom(), lease_s=options.owner_lease_s, may_lead=False)
         self._saved = SavedRun(fs, root)
         self._seen = InOrder()
         self._work: dict[Future[Checked | None], Batch] = {}

@@ -10,6 +10,8 @@ from kvserve.cli.bench import bench
 from kvserve.cli.care import du, fsck, ls
 from kvserve.cli.demo import demo
 from kvserve.cli.demo_llm import demo_llm
+from kvserve.cli.evict import evict
+from kvserve.cli.pins import pin, release, unpin
 from kvserve.cli.serve import serve
 from kvserve.cli.transfers import delete, get, lookup, put, stat
 from kvserve.errors import KvserveError
@@ -20,8 +22,10 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (serve, put, get, lookup, delete, stat, fsck, du, ls, demo, demo_llm):
+for command in (serve, put, get, lookup, delete, stat, pin, unpin, release):
     app.command()(command)
+for tool in (fsck, du, ls, evict, demo, demo_llm):
+    app.command()(tool)
 app.add_typer(bench, name="bench")
 
 

@@ -99,15 +99,22 @@ def lookup(
     descriptor_file: _DescriptorFile,
     server: _Server = _DEFAULT_SERVER,
     timeout_s: _Timeout = 30.0,
+    lease_owner: Annotated[
+        str, typer.Option(help="Lease the hits to this request: they are not evicted meanwhile.")
+    ] = "",
+    lease_ttl_s: Annotated[float, typer.Option(help="For at most so long.")] = 60.0,
     as_json: _Json = False,
 ) -> None:
     """Which chunks of a descriptor are stored, and why not."""
     descriptor = read_descriptor(descriptor_file)
+    lease_ttl_s = lease_ttl_s if lease_owner else 0.0
     started = time.perf_counter()
     with Client(server, timeout_s=timeout_s) as client:
-        presence = client.lookup(descriptor)
+        presence = client.lookup(descriptor, lease_owner=lease_owner, lease_ttl_s=lease_ttl_s)
     took_s = time.perf_counter() - started
     extra = {"prefix_chunks": presence.prefix_chunks}
+    if lease_owner:
+        extra["leased_chunks"] = presence.leased_chunks
     _report("lookup", descriptor, presence.verdicts, took_s, as_json, extra)
 
 

@@ -104,10 +104,14 @@ class Evictor:
 
     def expire_blocking(self, directory: str, unused_s: float, result: EvictionResult) -> None:
         """Evicts the chunks of one directory that nobody has used for so long."""
-        before = self._clock() - unused_s
-        expired = [it for it in self._candidates(directory) if it.used_at < before]
+        expired = self.expired_blocking(directory, unused_s)
         for at in range(0, len(expired), _BATCH_MAX):
             self.evict_blocking(expired[at : at + _BATCH_MAX], result, for_others=False)
+
+    def expired_blocking(self, directory: str, unused_s: float) -> list[Candidate]:
+        """The chunks of one directory that nobody has used for so long, pinned ones left out."""
+        before = self._clock() - unused_s
+        return [it for it in self._candidates(directory) if it.used_at <= before]
 
     def evict_blocking(
         self, chosen: Sequence[Candidate], result: EvictionResult, *, for_others: bool

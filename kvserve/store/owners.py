@@ -25,7 +25,17 @@ _TRIES = 32
 class Owner:
     """This server's claim. All methods block; `beat_blocking` every `lease_s / 3`."""
 
-    def __init__(self, fs: FileSystem, root: str, random: Random, *, lease_s: float) -> None:
+    def __init__(
+        self,
+        fs: FileSystem,
+        root: str,
+        random: Random,
+        *,
+        lease_s: float,
+        may_lead: bool = True,
+    ) -> None:
+        """`may_lead`: whether it may become the tree's steward; a tool may not."""
+        self._may_lead = may_lead
         self._fs = fs
         self._root = root
         self._directory = f"{root}/{SERVERS_DIR}"
@@ -96,8 +106,12 @@ class Owner:
 
     def is_first_blocking(self) -> bool:
         """Whether this server's tag is the first of the living ones: it is the tree's steward."""
-        earlier = (tag for tag in self._fs.list_dir(self._directory) if tag < self.tag)
-        return not any(self.lives_blocking(tag) for tag in earlier)
+        for tag in self._fs.list_dir(self._directory):
+            if tag < self.tag and self.lives_blocking(tag):
+                claim = self._fs.stat(self._path(tag))
+                if claim is not None and not claim.is_marked:
+                    return False
+        return True
 
     def forget_blocking(self, tags: set[str]) -> None:
         """Removes the claims of dead servers, once their files are gone."""
@@ -116,6 +130,8 @@ class Owner:
             raise StorageUnavailable(
                 f"{self._directory} is gone: is the file system of the root still mounted?"
             )
+        if not self._may_lead:
+            self._fs.mark(self._path(tag), is_marked=True)
         return fd
 
     def _write(self, fd: int) -> None:
