@@ -57,6 +57,8 @@ async def start_server(root: Path) -> AsyncIterator[Callable[..., Awaitable[Serv
             "server": {"listen": "127.0.0.1:0", "drain_timeout_s": 1, **sections.get("server", {})},
             "store": {"root": str(root), **sections.get("store", {})},
             "limits": sections.get("limits", {}),
+            "capacity": sections.get("capacity", {}),
+            "tenants": sections.get("tenants", {}),
         }
         server = Server(load_config(None, settings))
         await server.start()

@@ -55,6 +55,8 @@ def serve(
             temp.write_text(server.address, "utf-8")
             temp.replace(address_file)
         console.print(f"kvserve: serving {effective.store.root} on {server.address}", markup=False)
+        if server.metrics_address:
+            console.print(f"kvserve: metrics on http://{server.metrics_address}/metrics")
 
     uvloop.run(serve_until_signal(effective, started=started))
 

@@ -5,8 +5,10 @@ by what is under way. Several servers share a tree: each knows its own changes a
 the others as of their last exchange (`usage_files.py`).
 
 A count of the whole tree takes a while, during which chunks come and go. The walk visits
-directories in order, so a change in a directory that it has passed is added to the count, and one
-that it will still see is not.
+directories in order, so a change in a directory that it has passed is added to the count. One in a
+directory ahead is added only if the walk never comes there: it may be newer than the listing that
+the walk goes by. A change at the very moment that its directory is listed may be counted twice or
+not at all; the next count corrects that.
 """
 
 import threading
@@ -32,6 +34,8 @@ class Ledger:
         self._total = Amount()
         self._cursor: tuple[str, ...] | None = None
         self._passed: UsageByTenant = {}
+        # By directory ahead of the walk.
+        self._ahead: dict[str, tuple[str, Amount]] = {}
 
     def __repr__(self) -> str:
         return f"<Ledger {self._total.size_bytes} bytes, {self._total.files} files>"
@@ -61,8 +65,13 @@ class Ledger:
         change = Amount(size_bytes, files)
         with self._lock:
             self._count(self._own, tenant, change)
-            if self._cursor is not None and _place(directory) <= self._cursor:
+            if self._cursor is None:
+                return
+            if _place(directory) <= self._cursor:
                 _add(self._passed, tenant, change)
+            else:
+                _, before = self._ahead.get(directory, (tenant, Amount()))
+                self._ahead[directory] = (tenant, before + change)
 
     def usage(self) -> UsageByTenant:
         """Stored and let in, by tenant."""
@@ -87,12 +96,13 @@ class Ledger:
     def start_count(self) -> None:
         """A walk of the tree begins."""
         with self._lock:
-            self._cursor, self._passed = (), {}
+            self._cursor, self._passed, self._ahead = (), {}, {}
 
     def pass_directory(self, directory: str) -> None:
         """The walk is about to list this directory; they come in the order of their parts."""
         with self._lock:
             self._cursor = _place(directory)
+            self._ahead.pop(directory, None)
 
     def end_count(self, counted: Mapping[str, Amount]) -> tuple[UsageByTenant, UsageByTenant]:
         """The walk has seen `counted`.
@@ -102,9 +112,9 @@ class Ledger:
         """
         with self._lock:
             found = dict(counted)
-            for tenant, change in self._passed.items():
+            for tenant, change in (*self._passed.items(), *self._ahead.values()):
                 _add(found, tenant, change)
-            self._cursor, self._passed = None, {}
+            self._cursor, self._passed, self._ahead = None, {}, {}
             self._base = {
                 tenant: found.get(tenant, Amount()) - self._own.get(tenant, Amount())
                 for tenant in {*found, *self._own}
