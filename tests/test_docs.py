@@ -8,8 +8,10 @@ import xxhash
 
 from kvserve.config import Config, load_config, render_toml
 from kvserve.format.chunk_file import ALIGNMENT_BYTES, MAGIC, VERSION, ChunkGeometry
-from kvserve.model import ChunkStatus
+from kvserve.metrics import Metrics
+from kvserve.model import ChunkStatus, Verdict
 from tests.golden.chunks import GQA
+from tests.trees import tree_on
 
 ROOT = Path(__file__).parent.parent
 DISK_FORMAT = (ROOT / "docs" / "disk_format.md").read_text("utf-8")
@@ -87,3 +89,16 @@ class TestExampleSettings:
 
     def test_a_server_accepts_it(self) -> None:
         assert load_config(self.path, {}) == Config()
+
+
+class TestOperations:
+    """docs/operations.md"""
+
+    text = (ROOT / "docs" / "operations.md").read_text("utf-8")
+
+    def test_every_metric_is_there(self, tmp_path: Path) -> None:
+        metrics = Metrics(tree_on(tmp_path))
+        metrics.answered("lookup", [Verdict(ChunkStatus.HIT)])
+        for family in metrics.registry.collect():
+            total = "_total" if family.type == "counter" else ""
+            assert f"`{family.name}{total}" in self.text, family.name
