@@ -14,7 +14,7 @@ KvserveError
 │   └── ServerFault            INTERNAL             a defect; the server's log has the stack
 └── StorageError
     ├── StorageFull            RESOURCE_EXHAUSTED   no space or quota left
-    └── StorageUnavailable     UNAVAILABLE          retry: EIO, ESTALE, ETIMEDOUT, ...
+    └── StorageUnavailable     UNAVAILABLE          retry: EIO, ESTALE, no answer in time, ...
 ```
 
 A miss is a value (`model.ChunkStatus`), never an error. `OSError` becomes a `StorageError` in `fs`
@@ -107,10 +107,17 @@ class StorageFull(StorageError):
 
 
 class StorageUnavailable(StorageError):
-    """EIO, ESTALE, ETIMEDOUT and the like: the file system may come back."""
+    """EIO, ESTALE, ETIMEDOUT and the like: the file system may come back.
+
+    `timeout_s` is not 0 where it gave no answer at all for so long.
+    """
 
     code = "UNAVAILABLE"
     retryable = True
+
+    def __init__(self, message: str, *, timeout_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.timeout_s = timeout_s
 
 
 class MalformedMessage(ValueError):

@@ -50,6 +50,7 @@ class ChunkStatus(IntEnum):
     MISS_IDENTITY = 3
     MISS_CORRUPT = 4
     MISS_ERROR = 5
+    MISS_TIMEOUT = 8
     NEEDED = 16
     STORED = 17
     KNOWN = 18

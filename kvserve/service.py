@@ -5,14 +5,16 @@ descriptor costs tasks by the batch, never by the chunk.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from kvserve.config import LimitsConfig
-from kvserve.errors import Overloaded, StorageError
+from kvserve.errors import Overloaded, StorageError, StorageUnavailable
 from kvserve.model import ChunkStatus, Descriptor, Verdict, check_layers
+from kvserve.storage_health import StorageHealth
 from kvserve.store.chunk_store import ChunkLocations, ChunkStore
 from kvserve.store.open_chunks import OpenChunk
 from kvserve.store.publish import ChunkWriter
@@ -23,13 +25,22 @@ from kvserve.transfer.store_pump import StorePump
 from kvserve.transfer.store_session import StoreSession
 from kvserve.transfer.turns import Turns
 
+log = logging.getLogger(__name__)
+
 _T = TypeVar("_T")
 
 
 class Service:
     """One per server; all methods run on its event loop."""
 
-    def __init__(self, store: ChunkStore, threads: Executor, limits: LimitsConfig) -> None:
+    def __init__(
+        self,
+        store: ChunkStore,
+        threads: Executor,
+        limits: LimitsConfig,
+        health: StorageHealth | None = None,
+    ) -> None:
+        self._health = health or StorageHealth()
         self._store = store
         self._threads = threads
         self._limits = limits
@@ -58,13 +69,26 @@ class Service:
         verdicts = [hit] * descriptor.chunk_count
         if not all(known):
             unknown = [index for index, is_known in enumerate(known) if not is_known]
-            found = await in_batches(
-                self._threads, lambda index: self._store.status_blocking(where, index), unknown
-            )
-            for index, verdict in zip(unknown, found, strict=True):
+            failing, found = await self._statuses(where, unknown)
+            self._health.note_reading([verdict.status for verdict in found.values()])
+            for index, verdict in (failing | found).items():
                 verdicts[index] = verdict
         await self._explain(descriptor, verdicts)
         return verdicts
+
+    async def _statuses(
+        self, where: ChunkLocations, indexes: Sequence[int]
+    ) -> tuple[dict[int, Verdict], dict[int, Verdict]]:
+        """By chunk: those that reads failed for lately, and what the file system says of others."""
+        failing = self._store.failing(where, indexes)
+        asked = [index for index in indexes if index not in failing] if failing else indexes
+        found = await in_batches(
+            self._threads,
+            lambda index: self._store.status_blocking(where, index),
+            asked,
+            late=lambda index, late: self._store.late(where, index, late.error, late.hangs),
+        )
+        return failing, dict(zip(asked, found, strict=True))
 
     async def delete(self, descriptor: Descriptor) -> list[ChunkStatus]:
         where = self._store.locate(descriptor)
@@ -80,7 +104,7 @@ class Service:
         check_layers("layers", layers, descriptor.layout)
         with self._admitted():
             where = self._store.locate(descriptor)
-            opened = await self._open(where)
+            opened, answers = await self._open(where)
             try:
                 verdicts = [
                     found if isinstance(found, Verdict) else Verdict(ChunkStatus.HIT)
@@ -99,6 +123,10 @@ class Service:
                     turns=self._turns,
                 )
                 await pump.run(layers or descriptor.layer_order)
+                # Reads count for more than opens, which a file system may answer from memory.
+                read = [ChunkStatus.HIT] if pump.has_read else []
+                read += [fault.status for fault in pump.faults.values()]
+                self._health.note_reading(read or answers)
             finally:
                 for found in opened:
                     if isinstance(found, OpenChunk):
@@ -108,68 +136,113 @@ class Service:
         """Takes the payload of every chunk that is not stored yet and publishes each when whole."""
         with self._admitted():
             where = self._store.locate(descriptor)
-            present = await in_batches(
-                self._threads,
-                lambda index: self._store.status_blocking(where, index),
-                range(descriptor.chunk_count),
-            )
-            is_known = [verdict.status is ChunkStatus.HIT for verdict in present]
-            needed = [index for index, known in enumerate(is_known) if not known]
-            if needed:
-                await self._run(self._store.ensure_namespace_blocking, descriptor.key(0))
-            writers = {index: self._store.writer(where, index) for index in needed}
             try:
-                # Their files are made by the first write: the client need not wait for that.
-                await plane.needs(
-                    [ChunkStatus.KNOWN if known else ChunkStatus.NEEDED for known in is_known]
-                )
-                pump = StorePump(
-                    StoreSession(
-                        descriptor.layout,
-                        needed,
-                        frame_size_bytes_max=self._limits.frame_size_bytes,
-                    ),
-                    writers,
-                    self._threads,
-                    layer_stored=plane.layer_stored,
-                    frames_in_flight=self._limits.frames_in_flight,
-                )
-                try:
-                    async for header, payload in plane.frames():
-                        await pump.feed(header, payload)
-                    await pump.finish(may_publish=plane.is_finished)
-                finally:
-                    await pump.close()
-            finally:
-                left = [index for index in needed if writers[index].is_open]
-                await in_batches(self._threads, lambda index: _abandon(writers[index]), left)
+                verdicts = await self._stored(descriptor, where, plane)
+            except StorageUnavailable:
+                self._health.note_writing([ChunkStatus.STORE_ERROR])
+                raise
+            self._health.note_writing([verdict.status for verdict in verdicts.values()])
             known = Verdict(ChunkStatus.KNOWN)
             await plane.result(
-                [pump.verdicts.get(index, known) for index in range(descriptor.chunk_count)]
+                [verdicts.get(index, known) for index in range(descriptor.chunk_count)]
             )
 
-    async def _open(self, where: ChunkLocations) -> list[OpenChunk | Verdict]:
+    async def _stored(
+        self, descriptor: Descriptor, where: ChunkLocations, plane: StorePlane
+    ) -> dict[int, Verdict]:
+        """Runs a store; how each chunk ended that was needed."""
+        needed = await self._needed(where, range(descriptor.chunk_count))
+        if needed:
+            await self._run(self._store.ensure_namespace_blocking, descriptor.key(0))
+        writers = {index: self._store.writer(where, index) for index in needed}
+        try:
+            # Their files are made by the first write: the client need not wait for that.
+            await plane.needs(
+                [
+                    ChunkStatus.NEEDED if index in writers else ChunkStatus.KNOWN
+                    for index in range(descriptor.chunk_count)
+                ]
+            )
+            pump = StorePump(
+                StoreSession(
+                    descriptor.layout, needed, frame_size_bytes_max=self._limits.frame_size_bytes
+                ),
+                writers,
+                self._threads,
+                layer_stored=plane.layer_stored,
+                frames_in_flight=self._limits.frames_in_flight,
+            )
+            try:
+                async for header, payload in plane.frames():
+                    await pump.feed(header, payload)
+                await pump.finish(may_publish=plane.is_finished)
+            finally:
+                await pump.close()
+        finally:
+            # Not those on which a call hangs: it cleans up when it comes back.
+            left = [index for index in needed if writers[index].is_open]
+            await in_batches(
+                self._threads,
+                lambda index: _abandon(writers[index]),
+                left,
+                late=lambda index, late: log.warning("a file is left: %s", late.error),
+            )
+        return pump.verdicts
+
+    async def _needed(self, where: ChunkLocations, indexes: Sequence[int]) -> list[int]:
+        """The chunks to be sent; one whose file cannot be read is stored anew."""
+        _, found = await self._statuses(where, indexes)
+        if found and all(it.status is ChunkStatus.MISS_TIMEOUT for it in found.values()):
+            raise StorageUnavailable(next(iter(found.values())).message)
+        is_known = {index for index, it in found.items() if it.status is ChunkStatus.HIT}
+        return [index for index in indexes if index not in is_known]
+
+    async def _open(
+        self, where: ChunkLocations
+    ) -> tuple[list[OpenChunk | Verdict], list[ChunkStatus]]:
+        """By chunk; and how those ended for which the file system was asked."""
         cache = self._store.open_chunks
         opened: list[OpenChunk | Verdict | None] = [cache.acquire(path) for path in where.paths()]
         missing = [index for index, found in enumerate(opened) if found is None]
+        failing = self._store.failing(where, missing)
+        if failing:
+            missing = [index for index in missing if index not in failing]
+        for index, verdict in failing.items():
+            opened[index] = verdict
 
-        def open_blocking(index: int) -> None:
-            opened[index] = self._store.open_blocking(where, index)
+        def take_back(found: OpenChunk | Verdict) -> None:
+            if isinstance(found, OpenChunk):
+                cache.release(found)
 
         try:
-            await in_batches(self._threads, open_blocking, missing)
+            results = await in_batches(
+                self._threads,
+                lambda index: self._store.open_blocking(where, index),
+                missing,
+                late=lambda index, late: self._store.late(where, index, late.error, late.hangs),
+                take_back=take_back,
+            )
+            for index, result in zip(missing, results, strict=True):
+                opened[index] = result
         except BaseException:
             for found in opened:
                 if isinstance(found, OpenChunk):
                     cache.release(found)
             raise
-        return [found for found in opened if found is not None]
+        answers = [it.status if isinstance(it, Verdict) else ChunkStatus.HIT for it in results]
+        return [found for found in opened if found is not None], answers
 
     async def _explain(self, descriptor: Descriptor, verdicts: list[Verdict]) -> None:
         """If the prefix is absent because only its identity differs, says so for every chunk."""
         if verdicts[0].status is not ChunkStatus.MISS_ABSENT:
             return
-        reason = await self._run(self._store.explain_miss_blocking, descriptor.key(0))
+        if any(verdict.status is ChunkStatus.MISS_TIMEOUT for verdict in verdicts):
+            return  # the storage hangs: no time for that
+        try:
+            reason = await self._run(self._store.explain_miss_blocking, descriptor.key(0))
+        except StorageError as error:
+            log.debug("no reason for a miss: %s", error)
+            return
         if reason:
             absent = ChunkStatus.MISS_ABSENT
             verdicts[:] = [

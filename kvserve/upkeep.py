@@ -8,11 +8,11 @@ again in the next round; it never ends the server, and requests never wait for a
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from kvserve.errors import KvserveError
 from kvserve.fs import FileSystem
+from kvserve.fs.threads import FsThreads
 from kvserve.store.open_chunks import OpenChunks
 from kvserve.store.owners import Owner
 from kvserve.store.sweep import sweep_blocking
@@ -37,13 +37,14 @@ class Upkeep:
         open_chunks: OpenChunks,
         *,
         sweep_interval_s: float,
+        timeout_s: float,
     ) -> None:
         self._open_chunks = open_chunks
         self._fs = fs
         self._root = root
         self._owner = owner
         # Its own thread: the claim must be shown in time however busy the others are.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="upkeep")
+        self._thread = FsThreads(1, timeout_s=timeout_s, name="upkeep")
         self._sweep_interval_s = sweep_interval_s
         self._tasks: list[asyncio.Task[None]] = []
 

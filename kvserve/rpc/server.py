@@ -12,23 +12,24 @@ import resource
 import signal
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from random import Random
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
-from grpc_health.v1.health import aio as aio_health
 from grpc_reflection.v1alpha import reflection
 
 from kvserve.config import Config, StoreConfig
-from kvserve.errors import InvalidRequest, KvserveError
+from kvserve.errors import InvalidRequest, KvserveError, StorageError
 from kvserve.format.messages import SERVICE
 from kvserve.frame_memory import keep_frame_memory
-from kvserve.fs import PosixFileSystem
+from kvserve.fs import FileSystem, PosixFileSystem
+from kvserve.fs.threads import FsThreads
+from kvserve.rpc.health import Health
 from kvserve.rpc.servicer import Servicer
 from kvserve.service import Service
+from kvserve.storage_health import StorageHealth
 from kvserve.store.chunk_store import ChunkStore
 from kvserve.store.known import KnownChunks
 from kvserve.store.owners import Owner
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 
 # What the process needs beside chunk files: sockets, the loop's own, libraries.
 _OTHER_FILES = 512
+_START_TIMEOUT_S = 60.0
 
 
 def channel_options(message_size_bytes_max: int) -> list[tuple[str, int]]:
@@ -63,12 +65,12 @@ def channel_options(message_size_bytes_max: int) -> list[tuple[str, int]]:
 class Server:
     """A started server has its real address in `address` (port 0 binds any free one)."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, file_system: FileSystem | None = None) -> None:
         self._config = config
+        self._fs = file_system or PosixFileSystem()
         self.address = config.server.listen
-        self._health = aio_health.HealthServicer()
         keep_frame_memory()
-        self._threads = ThreadPoolExecutor(config.store.io_threads, thread_name_prefix="fs")
+        self._threads = FsThreads(config.store.io_threads, timeout_s=config.store.io_timeout_s)
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
@@ -77,16 +79,23 @@ class Server:
         Raises:
             InvalidRequest: no root, a root that cannot be written, or an address that cannot be
                 bound; the message names path, uid and errno.
+            StorageUnavailable: the root did not answer in time.
         """
         config = self._config
         loop = asyncio.get_running_loop()
-        tree = await loop.run_in_executor(self._threads, _open_tree_blocking, config.store)
-        self.service = Service(tree.store, self._threads, config.limits)
+        starting = FsThreads(1, timeout_s=_START_TIMEOUT_S, name="start")
+        try:
+            tree = await loop.run_in_executor(starting, _open_tree_blocking, config.store, self._fs)
+        finally:
+            starting.shutdown(wait=False)
+        storage = StorageHealth()
+        self.service = Service(tree.store, self._threads, config.limits, storage)
+        self._health = Health(storage, self._threads, tree.store.check_root_blocking)
         server = grpc.aio.server(options=channel_options(config.limits.message_size_bytes_max))
         server.add_generic_rpc_handlers(
             (Servicer(self.service, config.limits, tree.file_system).handlers(),)
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
         reflection.enable_server_reflection(
             (SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server
         )
@@ -105,10 +114,10 @@ class Server:
             tree.owner,
             tree.store.open_chunks,
             sweep_interval_s=config.store.sweep_interval_s,
+            timeout_s=config.store.io_timeout_s,
         )
         self._upkeep.start()
-        for name in ("", SERVICE):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        await self._health.start()
         log.debug("serving %s (%s) on %s", tree.store.root, tree.file_system, self.address)
 
     async def stop(self) -> None:
@@ -119,7 +128,7 @@ class Server:
         server, self._server = self._server, None
         if server is None:
             return
-        await self._health.enter_graceful_shutdown()
+        await self._health.drain()
         timeout_s = self._config.server.drain_timeout_s
         log.info("draining for at most %.0f s", timeout_s)
         await server.stop(timeout_s)
@@ -127,7 +136,10 @@ class Server:
         await self._upkeep.stop()
         loop = asyncio.get_running_loop()
         close_idle_blocking = self._tree.store.open_chunks.close_idle_blocking
-        await loop.run_in_executor(self._threads, close_idle_blocking)
+        try:
+            await loop.run_in_executor(self._threads, close_idle_blocking)
+        except StorageError as error:
+            log.warning("files are left to the end of the process: %s", error)
         await loop.run_in_executor(None, self._threads.shutdown)
         log.info("stopped")
 
@@ -154,11 +166,10 @@ class _Tree:
     file_system: str
 
 
-def _open_tree_blocking(config: StoreConfig) -> _Tree:
+def _open_tree_blocking(config: StoreConfig, fs: FileSystem) -> _Tree:
     """The store on a root that was just written to, and this server's claim on it."""
     if not config.root:
         raise InvalidRequest("store.root is not set: pass --root DIR or set it in the config")
-    fs = PosixFileSystem()
     root = os.path.abspath(config.root)
     # Names need not be secret, only different: seeded from the system once.
     random = Random(os.urandom(16))

@@ -6,13 +6,15 @@ miss and the next put heals it.
 """
 
 import contextlib
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
-from kvserve.errors import KvserveError, StorageError
+from kvserve.errors import KvserveError, StorageError, StorageUnavailable
 from kvserve.format.chunk_file import ChunkGeometry
 from kvserve.fs import FileSystem
 from kvserve.model import ChunkKey, ChunkStatus, Descriptor, Verdict
+from kvserve.store.failing import FailingChunks
 from kvserve.store.known import KnownChunks, known_key
 from kvserve.store.namespaces import Namespaces
 from kvserve.store.open_chunks import OpenChunk, OpenChunks
@@ -40,6 +42,7 @@ class ChunkStore:
         self._survives_power_loss = survives_power_loss
         self._namespaces = Namespaces(fs, root, names, survives_power_loss=survives_power_loss)
         self._known = known
+        self._failing = FailingChunks(clock=time.monotonic)
         self.open_chunks = OpenChunks(fs, open_files_max)
 
     def __repr__(self) -> str:
@@ -78,6 +81,13 @@ class ChunkStore:
         has = self._known.has
         return [has(key) for key in where.known_keys]
 
+    def failing(self, where: "ChunkLocations", indexes: Iterable[int]) -> dict[int, Verdict]:
+        """Those of the chunks that cannot be read, as a read found lately. Does no I/O."""
+        if not self._failing:
+            return {}
+        found = ((index, self._failing.get(where.path(index))) for index in indexes)
+        return {index: verdict for index, verdict in found if verdict is not None}
+
     def status_blocking(self, where: "ChunkLocations", chunk_index: int) -> Verdict:
         """HIT or a miss, by one system call: a published file of the right size is a chunk."""
         path = where.path(chunk_index)
@@ -107,7 +117,7 @@ class ChunkStore:
                 reject_blocking=self._quarantine_blocking,
             )
         except KvserveError as error:
-            found = Verdict(ChunkStatus.MISS_ERROR, str(error))
+            found = self._unreadable(path, error)
         if isinstance(found, Verdict):
             self._known.discard(where.known_keys[chunk_index])
         return found
@@ -131,7 +141,7 @@ class ChunkStore:
                     self.fs.close(fd)
         except KvserveError as error:
             self.open_chunks.forget(chunk.path)
-            return Verdict(ChunkStatus.MISS_ERROR, str(error))
+            return self._unreadable(chunk.path, error)
         if got < len(into):
             return Verdict(ChunkStatus.MISS_CORRUPT, f"layer {layer_index} is cut short")
         return None
@@ -157,6 +167,42 @@ class ChunkStore:
                 if chunk.fd is None:
                     self.fs.close(fd)
 
+    def hold(self, chunk: OpenChunk) -> None:
+        self.open_chunks.hold(chunk)
+
+    def release(self, chunk: OpenChunk) -> None:
+        self.open_chunks.release(chunk)
+
+    def hangs(self, chunk: OpenChunk, verdict: Verdict, still: Callable[[], bool]) -> None:
+        """A call on the chunk gave no answer in time, and `still` says whether it hangs."""
+        self._path_hangs(chunk.path, verdict, still)
+
+    def late(
+        self,
+        where: "ChunkLocations",
+        chunk_index: int,
+        error: StorageUnavailable,
+        hangs: Callable[[], bool] | None,
+    ) -> Verdict:
+        """The miss of a chunk whose call gave no answer in time, or was not begun (None)."""
+        verdict = Verdict(ChunkStatus.MISS_TIMEOUT, str(error))
+        if hangs is not None:
+            self._path_hangs(where.path(chunk_index), verdict, hangs)
+        return verdict
+
+    def _path_hangs(self, path: str, verdict: Verdict, still: Callable[[], bool]) -> None:
+        self._failing.add(path, verdict, hangs=still)
+        self.open_chunks.forget(path)
+        self._discard_known(path)
+
+    def _unreadable(self, path: str, error: KvserveError) -> Verdict:
+        verdict = Verdict(ChunkStatus.MISS_ERROR, str(error))
+        # Not where the process is short of descriptors: that says nothing about the chunk.
+        if isinstance(error, StorageUnavailable):
+            self._failing.add(path, verdict)
+            self._discard_known(path)
+        return verdict
+
     def writer(self, where: "ChunkLocations", chunk_index: int) -> ChunkWriter:
         return ChunkWriter(
             self.fs,
@@ -166,6 +212,7 @@ class ChunkStore:
             geometry=where.geometry,
             chunk_hash=where.descriptor.chunk_hashes[chunk_index],
             survives_power_loss=self._survives_power_loss,
+            published=self._failing.clear,
         )
 
     def ensure_namespace_blocking(self, key: ChunkKey) -> None:
@@ -175,6 +222,7 @@ class ChunkStore:
         path = where.path(chunk_index)
         self.open_chunks.forget(path)
         is_gone = self.fs.unlink(path)
+        self._failing.clear(path)
         self._known.discard(where.known_keys[chunk_index])
         self.open_chunks.close_released_blocking()
         return ChunkStatus.DELETED if is_gone else ChunkStatus.MISS_ABSENT
@@ -195,6 +243,9 @@ class ChunkStore:
                 if not self.fs.is_same(fd, f"{directory}/{flat}"):
                     # A good file took the name between the check and the move: put it back.
                     self.fs.rename(f"{directory}/{flat}", path)
+        self._discard_known(path)
+
+    def _discard_known(self, path: str) -> None:
         shard_directory, _, name = path.rsplit("/", 2)
         self._known.discard(known_key(shard_directory, bytes.fromhex(name)))
 

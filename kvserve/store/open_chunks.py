@@ -112,6 +112,11 @@ class OpenChunks:
                     chunk.is_forgotten = True
         return chunk
 
+    def hold(self, chunk: OpenChunk) -> None:
+        """One more user of a chunk that is in use: to be paired with `release`."""
+        with self._lock:
+            chunk.users += 1
+
     def release(self, chunk: OpenChunk) -> None:
         """The transfer is done with it. Does no I/O: descriptors are closed by a later opener."""
         with self._lock:

@@ -12,13 +12,16 @@ Order is the whole design:
 
 Losing a race to another writer of the same chunk is success: same name, same bytes, and rename
 replaces whole. A writer that fails or is abandoned removes its file; one that is killed leaves a
-dot name that no reader looks at.
+dot name that no reader looks at. One that was given up because a call hangs does not reach step 6,
+unless it is the rename that hangs: the whole chunk may then appear later.
 """
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
-from kvserve.errors import StorageError
+from kvserve.errors import StorageError, StorageUnavailable
 from kvserve.format.chunk_file import ChunkGeometry
 from kvserve.fs import FileSystem
 from kvserve.store.paths import TempNames
@@ -39,6 +42,7 @@ class ChunkWriter:
     """One chunk on its way into the tree. Ends with `commit_blocking` or `abandon_blocking`.
 
     Slices may be written from several threads at once; commit and abandon only when no write runs.
+    If a call hangs: `give_up`, then neither.
     """
 
     def __init__(
@@ -51,8 +55,10 @@ class ChunkWriter:
         geometry: ChunkGeometry,
         chunk_hash: bytes,
         survives_power_loss: bool,
+        published: Callable[[str], None],
     ) -> None:
         self.path = path
+        self._published = published
         self._fs = fs
         self._files = files
         self._names = names
@@ -62,16 +68,47 @@ class ChunkWriter:
         self._temp: str | None = None
         self._opening = threading.Lock()
         self._fd: int | None = None
+        # Guards the lines below, and who takes `_fd` and `_temp` to end them.
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._is_given_up = False
 
     def write_blocking(self, layer_index: int, slice_offset: int, data: memoryview) -> None:
         """Writes a piece of a slice; `slice_offset` counts from the slice's start.
 
         The first write creates the file, its directory too if need be.
         """
-        with self._opening:
-            if self._temp is None:
-                self._open_blocking()
-        self._write(data, self._geometry.slice_offsets[layer_index] + slice_offset)
+        with self._entered():
+            with self._opening:
+                if self._temp is None:
+                    self._open_blocking()
+            self._write(data, self._geometry.slice_offsets[layer_index] + slice_offset)
+
+    def give_up(self) -> None:
+        """A call hangs and nobody waits for it any more. Does no I/O.
+
+        Nothing is published; whichever call comes back last removes the temporary file.
+        """
+        with self._lock:
+            self._is_given_up = True
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        with self._lock:
+            self._check()
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                is_last = self._is_given_up and not self._inside
+            if is_last:
+                self.abandon_blocking()
+
+    def _check(self) -> None:
+        if self._is_given_up:
+            raise StorageUnavailable(f"{self.path}: given up, a file call hangs")
 
     def _open_blocking(self) -> None:
         self._temp, fd = create_temp_blocking(
@@ -84,11 +121,15 @@ class ChunkWriter:
 
     @property
     def is_open(self) -> bool:
-        """There is a temporary file: to be committed or abandoned."""
-        return self._temp is not None
+        """There is a temporary file to be committed or abandoned, and no call hangs on it."""
+        return self._temp is not None and not (self._is_given_up and self._inside)
 
     def commit_blocking(self, slice_checksums: list[int]) -> None:
         """Steps 3 to 7. On an error nothing is visible and the temporary file is gone."""
+        with self._entered():
+            self._commit_blocking(slice_checksums)
+
+    def _commit_blocking(self, slice_checksums: list[int]) -> None:
         assert self._temp is not None, "commit before the first write"
         try:
             header = self._geometry.encode_header(self._chunk_hash, slice_checksums)
@@ -99,8 +140,10 @@ class ChunkWriter:
                 self._write(bytes(padding), end)
             self._write(header, 0)
             self._finish_file()
+            self._check()
             self._fs.rename(self._temp, self.path)
             self._temp = None
+            self._published(self.path)
             if self._survives_power_loss:
                 self._sync_name()
         finally:
@@ -108,14 +151,15 @@ class ChunkWriter:
 
     def abandon_blocking(self) -> None:
         """Removes what was written; does nothing after a commit. May be called twice."""
+        with self._lock:
+            fd, self._fd = self._fd, None
+            temp, self._temp = self._temp, None
         try:
-            if self._fd is not None:
-                fd, self._fd = self._fd, None
+            if fd is not None:
                 self._files.give()
                 self._fs.close(fd)
         finally:
-            if self._temp is not None:
-                temp, self._temp = self._temp, None
+            if temp is not None:
                 self._fs.unlink(temp)
 
     def _write(self, data: bytes | memoryview, offset: int) -> None:

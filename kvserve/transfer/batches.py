@@ -1,21 +1,40 @@
 """Blocking calls on the fs threads, many per job: tasks by the batch, never by the chunk."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from kvserve.errors import StorageUnavailable
+from kvserve.fs.custody import Custody
 
 # Of file calls that take some 10 to 100 us each: a job is worth its hop, and several run at once.
 _BATCH = 16
 _BATCHES_MAX = 8
+# A chunk that hangs costs those behind it one more try, a mount that hangs no more than that.
+_LATE_ROUNDS_MAX = 2
 _T = TypeVar("_T")
 
 
-async def quiet(jobs: Iterable["asyncio.Future[Any]"]) -> None:
-    """Waits until none of the jobs runs, however often the waiting task is cancelled meanwhile.
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Why there is no result for an index: `error` says how long was waited.
 
-    What the jobs touch (files, frames) belongs to the caller again only then. The cancellation is
-    raised at the end.
+    `hangs` is None where the call was not begun, else it says whether the call is still running.
+    """
+
+    error: StorageUnavailable
+    hangs: Callable[[], bool] | None
+
+
+async def quiet(jobs: Iterable["asyncio.Future[Any]"]) -> None:
+    """Waits until each of the jobs has ended, however often the waiting task is cancelled
+    meanwhile. The cancellation is raised at the end.
+
+    What the jobs touch (files, frames) belongs to the caller again only then; but for a job that
+    was overdue, which has ended for its caller only: see `Custody`.
     """
     cancelled: asyncio.CancelledError | None = None
     jobs = list(jobs)
@@ -28,31 +47,129 @@ async def quiet(jobs: Iterable["asyncio.Future[Any]"]) -> None:
         raise cancelled
 
 
+def overdue(job: "asyncio.Future[Any]") -> StorageUnavailable | None:
+    """The error of a job that has ended because the file system gave no answer in time."""
+    error = job.exception()
+    return error if isinstance(error, StorageUnavailable) and error.timeout_s else None
+
+
 async def in_batches(
-    threads: Executor, call: Callable[[int], _T], indexes: Sequence[int]
+    threads: Executor,
+    call: Callable[[int], _T],
+    indexes: Sequence[int],
+    *,
+    late: Callable[[int, Late], _T] | None = None,
+    take_back: Callable[[_T], None] | None = None,
 ) -> list[_T]:
     """`call` for each index, results in order; at most `_BATCHES_MAX` jobs of it at once.
 
     When this ends none of the calls runs any more, also when it is cancelled or a call raises: what
-    they touch belongs to the caller again.
+    they touch belongs to the caller again. The exception are calls that hang; `late` gives the
+    result for such an index and for those that could not be tried, else the timeout is raised. All
+    in all this takes at most twice the timeout of the threads longer than the calls do.
+
+    `take_back` gets each result that the caller does not get: because this is cancelled or raises,
+    or because the call had hung (then on its thread).
     """
-
-    def batch_blocking(batch: Sequence[int]) -> list[_T]:
-        return [call(index) for index in batch]
-
-    loop = asyncio.get_running_loop()
-    results: list[_T] = []
-    size = _BATCH * _BATCHES_MAX
-    for start in range(0, len(indexes), size):
-        part = indexes[start : start + size]
-        jobs: list[asyncio.Future[list[_T]]] = [
-            loop.run_in_executor(threads, batch_blocking, part[at : at + _BATCH])
-            for at in range(0, len(part), _BATCH)
-        ]
-        await quiet(jobs)
-        errors = [error for job in jobs if (error := job.exception()) is not None]
-        if errors:
-            raise errors[0]
-        for job in jobs:
-            results.extend(job.result())
+    results: list[Any] = [None] * len(indexes)
+    todo = deque(range(at, min(at + _BATCH, len(indexes))) for at in range(0, len(indexes), _BATCH))
+    ended: list[_Batch[_T]] = []
+    late_rounds = 0
+    try:
+        while todo:
+            batches = [
+                _Batch(call, indexes, todo.popleft(), take_back)
+                for _ in range(min(_BATCHES_MAX, len(todo)))
+            ]
+            ended.extend(batches)
+            error = await _run(threads, batches)
+            for batch in batches:
+                results[batch.positions.start : batch.positions.start + len(batch.kept)] = (
+                    batch.kept
+                )
+            if error is None:
+                continue
+            if late is None:
+                raise error
+            for batch in batches:
+                rest = batch.rest
+                if batch.hangs:
+                    results[rest[0]] = late(indexes[rest[0]], Late(error, batch.custody.hangs))
+                    rest = rest[1:]
+                if rest:
+                    todo.append(rest)
+            late_rounds += 1
+            if late_rounds == _LATE_ROUNDS_MAX:
+                for position in (position for positions in todo for position in positions):
+                    results[position] = late(indexes[position], Late(error, None))
+                break
+    except BaseException:
+        for batch in ended:
+            batch.take_back_kept()
+        raise
     return results
+
+
+async def _run(threads: Executor, batches: Sequence["_Batch[Any]"]) -> StorageUnavailable | None:
+    """Runs them until each has ended or is overdue; the error of one that is, if any."""
+    loop = asyncio.get_running_loop()
+    jobs = [loop.run_in_executor(threads, batch.run_blocking) for batch in batches]
+    try:
+        await quiet(jobs)
+    finally:
+        for batch in batches:
+            batch.give_up()
+    errors = [error for job in jobs if (error := job.exception()) is not None]
+    late = [error for job in jobs if (error := overdue(job)) is not None]
+    for error in errors:
+        if error not in late:
+            raise error
+    return late[0] if late else None
+
+
+class _Batch(Generic[_T]):
+    """One job. After `give_up`: `kept` are the results for the first positions, `rest` has none."""
+
+    def __init__(
+        self,
+        call: Callable[[int], _T],
+        indexes: Sequence[int],
+        positions: range,
+        take_back: Callable[[_T], None] | None,
+    ) -> None:
+        self._call = call
+        self._indexes = indexes
+        self._take_back = take_back
+        self._results: list[_T] = []
+        self.positions = positions
+        self.custody = Custody()
+        self.kept: list[_T] = []
+        self.hangs = False
+
+    def run_blocking(self) -> None:
+        for position in self.positions:
+            if not self.custody.begin():
+                return
+            try:
+                result = self._call(self._indexes[position])
+            except BaseException:
+                self.custody.end()
+                raise
+            self._results.append(result)
+            if not self.custody.end():
+                if self._take_back is not None:
+                    self._take_back(result)
+                return
+
+    def give_up(self) -> None:
+        self.hangs = self.custody.give_up()
+        self.kept = self._results[: self.custody.done]
+
+    @property
+    def rest(self) -> range:
+        return self.positions[len(self.kept) :]
+
+    def take_back_kept(self) -> None:
+        if self._take_back is not None:
+            for result in self.kept:
+                self._take_back(result)

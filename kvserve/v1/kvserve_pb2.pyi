@@ -15,6 +15,7 @@ class ChunkStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CHUNK_STATUS_MISS_IDENTITY: _ClassVar[ChunkStatus]
     CHUNK_STATUS_MISS_CORRUPT: _ClassVar[ChunkStatus]
     CHUNK_STATUS_MISS_ERROR: _ClassVar[ChunkStatus]
+    CHUNK_STATUS_MISS_TIMEOUT: _ClassVar[ChunkStatus]
     CHUNK_STATUS_NEEDED: _ClassVar[ChunkStatus]
     CHUNK_STATUS_STORED: _ClassVar[ChunkStatus]
     CHUNK_STATUS_KNOWN: _ClassVar[ChunkStatus]
@@ -35,6 +36,7 @@ CHUNK_STATUS_MISS_ABSENT: ChunkStatus
 CHUNK_STATUS_MISS_IDENTITY: ChunkStatus
 CHUNK_STATUS_MISS_CORRUPT: ChunkStatus
 CHUNK_STATUS_MISS_ERROR: ChunkStatus
+CHUNK_STATUS_MISS_TIMEOUT: ChunkStatus
 CHUNK_STATUS_NEEDED: ChunkStatus
 CHUNK_STATUS_STORED: ChunkStatus
 CHUNK_STATUS_KNOWN: ChunkStatus

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -45,6 +45,8 @@ class MemorySource:
     gate: threading.Event = field(default_factory=threading.Event)
     gates: dict[int, threading.Event] = field(default_factory=dict)
     running: int = 0
+    held: list[int] = field(default_factory=list)
+    hanging: dict[int, Callable[[], bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.lock = threading.Lock()
@@ -69,6 +71,15 @@ class MemorySource:
 
     def reject_blocking(self, chunk: Chunk) -> None:
         self.rejected.append(chunk.index)
+
+    def hold(self, chunk: Chunk) -> None:
+        self.held.append(chunk.index)
+
+    def release(self, chunk: Chunk) -> None:
+        self.held.remove(chunk.index)
+
+    def hangs(self, chunk: Chunk, verdict: Verdict, still: Callable[[], bool]) -> None:
+        self.hanging[chunk.index] = still
 
 
 @dataclass

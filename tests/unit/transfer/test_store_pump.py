@@ -29,6 +29,7 @@ class MemorySink:
         self.error: Exception | None = None
         self.commit_error: Exception | None = None
         self.writes = 0
+        self.is_given_up = False
 
     def write_blocking(self, layer_index: int, slice_offset: int, data: memoryview) -> None:
         assert self.gate.wait(10)
@@ -41,6 +42,9 @@ class MemorySink:
         if self.commit_error is not None:
             raise self.commit_error
         self.committed = slice_checksums
+
+    def give_up(self) -> None:
+        self.is_given_up = True
 
     def is_whole(self, index: int) -> bool:
         wanted = [slice_of(layer, index, size) for layer, size in enumerate(SMALL.slice_sizes)]
