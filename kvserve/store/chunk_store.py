@@ -129,6 +129,8 @@ class ChunkStore:
         self, chunk: OpenChunk, layer_index: int, slice_offset: int, into: memoryview
     ) -> Verdict | None:
         """Fills `into` from one slice; a fault if the file ends early or cannot be read."""
+        if self._failing and (failed := self._failing.get(chunk.path)) is not None:
+            return failed  # another read of it, a moment ago
         offset = chunk.offsets[layer_index] + slice_offset
         try:
             fd = chunk.fd if chunk.fd is not None else self.fs.open_read(chunk.path)

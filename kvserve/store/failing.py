@@ -2,11 +2,12 @@
 
 A failed read is followed by a miss, not by the next failed read: without this a lookup would go on
 answering "hit" for a file whose bytes nobody gets. An entry lasts `_FAILING_S`, and as long as
-its call hangs: each chunk holds one hung thread at most.
+a call on it hangs: a chunk costs no further thread then.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Final
 
@@ -18,6 +19,10 @@ _FAILING_MAX: Final = 4096
 
 def _never() -> bool:
     return False
+
+
+def _any_hangs(one: Callable[[], bool], other: Callable[[], bool]) -> bool:
+    return one() or other()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,9 @@ class FailingChunks:
     def add(self, path: str, verdict: Verdict, *, hangs: Callable[[], bool] = _never) -> None:
         """A read failed; `hangs` says whether its call is still inside the file system."""
         # Out and in again, so that the dict's order is the order of age.
-        self._by_path.pop(path, None)
+        before = self._by_path.pop(path, None)
+        if before is not None and before.hangs():
+            hangs = partial(_any_hangs, before.hangs, hangs)
         self._by_path[path] = _Entry(self._clock() + _FAILING_S, verdict, hangs)
         excess = len(self._by_path) - _FAILING_MAX
         if excess > 0:

@@ -119,7 +119,8 @@ async def _run(threads: Executor, batches: Sequence["_Batch[Any]"]) -> StorageUn
     finally:
         for batch in batches:
             batch.give_up()
-    errors = [error for job in jobs if (error := job.exception()) is not None]
+        # Also if this is cancelled: asyncio complains about errors that nobody looks at.
+        errors = [error for job in jobs if (error := job.exception()) is not None]
     late = [error for job in jobs if (error := overdue(job)) is not None]
     for error in errors:
         if error not in late:

@@ -39,6 +39,20 @@ def test_as_long_as_the_call_hangs() -> None:
     assert failing.get("a") is None
 
 
+def test_as_long_as_any_of_several_calls_hangs() -> None:
+    clock = Clock()
+    failing = FailingChunks(clock=clock)
+    hanging = {1, 2}
+    failing.add("a", LATE, hangs=lambda: 1 in hanging)
+    failing.add("a", LATE, hangs=lambda: 2 in hanging)
+    failing.add("a", EIO)
+    clock.now += 31
+    for ended in (2, 1):
+        assert failing.get("a") == EIO
+        hanging.remove(ended)
+    assert failing.get("a") is None
+
+
 def test_a_store_or_delete_clears_it() -> None:
     failing = FailingChunks(clock=Clock())
     failing.add("a", EIO)
