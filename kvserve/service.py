@@ -136,6 +136,7 @@ class Service:
         """Takes the payload of every chunk that is not stored yet and publishes each when whole."""
         with self._admitted():
             where = self._store.locate(descriptor)
+            self._health.check_may_store()
             try:
                 verdicts = await self._stored(descriptor, where, plane)
             except StorageUnavailable:

@@ -88,7 +88,7 @@ class Server:
             tree = await loop.run_in_executor(starting, _open_tree_blocking, config.store, self._fs)
         finally:
             starting.shutdown(wait=False)
-        storage = StorageHealth()
+        storage = StorageHealth(lambda: self._threads.hung)
         self.service = Service(tree.store, self._threads, config.limits, storage)
         self._health = Health(storage, self._threads, tree.store.check_root_blocking)
         server = grpc.aio.server(options=channel_options(config.limits.message_size_bytes_max))

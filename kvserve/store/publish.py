@@ -17,8 +17,7 @@ unless it is the rename that hangs: the whole chunk may then appear later.
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Protocol
 
 from kvserve.errors import StorageError, StorageUnavailable
@@ -78,11 +77,14 @@ class ChunkWriter:
 
         The first write creates the file, its directory too if need be.
         """
-        with self._entered():
+        self._enter()
+        try:
             with self._opening:
                 if self._temp is None:
                     self._open_blocking()
             self._write(data, self._geometry.slice_offsets[layer_index] + slice_offset)
+        finally:
+            self._leave_blocking()
 
     def give_up(self) -> None:
         """A call hangs and nobody waits for it any more. Does no I/O.
@@ -92,19 +94,17 @@ class ChunkWriter:
         with self._lock:
             self._is_given_up = True
 
-    @contextmanager
-    def _entered(self) -> Iterator[None]:
+    def _enter(self) -> None:
         with self._lock:
             self._check()
             self._inside += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._inside -= 1
-                is_last = self._is_given_up and not self._inside
-            if is_last:
-                self.abandon_blocking()
+
+    def _leave_blocking(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            is_last = self._is_given_up and not self._inside
+        if is_last:
+            self.abandon_blocking()
 
     def _check(self) -> None:
         if self._is_given_up:
@@ -126,8 +126,11 @@ class ChunkWriter:
 
     def commit_blocking(self, slice_checksums: list[int]) -> None:
         """Steps 3 to 7. On an error nothing is visible and the temporary file is gone."""
-        with self._entered():
+        self._enter()
+        try:
             self._commit_blocking(slice_checksums)
+        finally:
+            self._leave_blocking()
 
     def _commit_blocking(self, slice_checksums: list[int]) -> None:
         assert self._temp is not None, "commit before the first write"

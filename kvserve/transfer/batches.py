@@ -13,7 +13,7 @@ from kvserve.fs.custody import Custody
 # Of file calls that take some 10 to 100 us each: a job is worth its hop, and several run at once.
 _BATCH = 16
 _BATCHES_MAX = 8
-# A chunk that hangs costs those behind it one more try, a mount that hangs no more than that.
+# A chunk that hangs costs those behind it one more try; a mount that hangs, at most that.
 _LATE_ROUNDS_MAX = 2
 _T = TypeVar("_T")
 
@@ -99,7 +99,8 @@ async def in_batches(
                 if rest:
                     todo.append(rest)
             late_rounds += 1
-            if late_rounds == _LATE_ROUNDS_MAX:
+            is_all_late = len(batches) > 1 and not any(batch.kept for batch in batches)
+            if late_rounds == _LATE_ROUNDS_MAX or is_all_late:
                 for position in (position for positions in todo for position in positions):
                     results[position] = late(indexes[position], Late(error, None))
                 break

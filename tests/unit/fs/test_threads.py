@@ -87,10 +87,28 @@ def test_a_job_that_hangs_fails_in_time_and_another_thread_takes_over(
     assert threads.submit(pow, 2, 3).result(5) == 8, "both places are taken again"
 
 
+def test_who_waits_for_a_place_gets_it_before_the_others_are_overdue(
+    may_end: threading.Event,
+) -> None:
+    """Many calls that hang at once must not hold the others up until they are overdue."""
+    threads = FsThreads(2, timeout_s=4.0)
+    hung = [threads.submit(may_end.wait, 60) for _ in range(4)]
+    began = time.monotonic()
+    assert threads.submit(pow, 2, 3).result(10) == 8
+    assert 1.9 <= time.monotonic() - began < 3.9, "two turns of two places"
+    assert not any(job.done() for job in hung), "they have time yet"
+    may_end.set()
+    assert all(job.result(5) for job in hung), "slow is not lost"
+    assert threads.submit(pow, 2, 3).result(5) == 8
+    threads.shutdown()
+    assert threads.hung == 0
+
+
 def test_waiting_for_a_thread_counts_and_such_a_job_never_runs(
-    threads: FsThreads, may_end: threading.Event
+    threads: FsThreads, may_end: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[int] = []
+    monkeypatch.setattr(kvserve.fs.threads, "_AWAY_MAX", 0)
     hung = [threads.submit(may_end.wait, 60) for _ in range(2)]
     queued = [threads.submit(ran.append, 1) for _ in range(3)]
     for job in queued:
@@ -99,11 +117,12 @@ def test_waiting_for_a_thread_counts_and_such_a_job_never_runs(
         assert raised.value.timeout_s == TIMEOUT_S
     may_end.set()
     wait(hung)
+    eventually(lambda: threads.hung == 0)
     assert threads.submit(pow, 2, 2).result(5) == 4
     assert ran == []
 
 
-def test_a_thread_that_comes_back_ends_itself(
+def test_a_thread_that_comes_back_ends_itself_where_its_place_is_taken(
     threads: FsThreads, may_end: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "kvserve.fs.threads")
@@ -114,6 +133,10 @@ def test_a_thread_that_comes_back_ends_itself(
         may_end.wait(60)
 
     assert threads.submit(hang).exception(10) is not None
+    both = threading.Barrier(3)
+    others = [threads.submit(both.wait, 10) for _ in range(2)]
+    both.wait(10)
+    wait(others)
     may_end.set()
     seen[0].join(10)
     assert not seen[0].is_alive()
@@ -124,13 +147,13 @@ def test_a_thread_that_comes_back_ends_itself(
 def test_when_no_place_is_left_jobs_fail_at_once_until_one_comes_back(
     threads: FsThreads, may_end: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kvserve.fs.threads, "_WRITTEN_OFF_MAX", 3)
+    monkeypatch.setattr(kvserve.fs.threads, "_AWAY_MAX", 3)
     first = threading.Event()
     jobs = [threads.submit(first.wait, 60)]
     for _ in range(4):
         jobs.append(threads.submit(may_end.wait, 60))
         wait(jobs, 10)
-    assert threads.hung == 5, "three are written off, two are stuck in their places"
+    assert threads.hung == 5, "three have no place, two are stuck in theirs"
     began = time.monotonic()
     error = threads.submit(pow, 2, 3).exception(0)
     assert time.monotonic() - began < TIMEOUT_S

@@ -134,15 +134,23 @@ class TestCallsThatHang:
         await self.settled(fs_threads, calls)
         assert calls.taken_back == [20], "by its thread"
 
-    async def test_when_all_hang_it_ends_after_two_timeouts(self, fs_threads: FsThreads) -> None:
-        calls = Hanging(*range(1000))
+    @pytest.mark.parametrize(
+        ("fine", "threads_lost"),
+        [((), 8), ((0,), 16)],
+        ids=["a mount", "one chunk answers"],
+    )
+    async def test_when_all_hang_it_ends_in_time(
+        self, fs_threads: FsThreads, fine: tuple[int, ...], threads_lost: int
+    ) -> None:
+        """Without a second round where the first had no answer at all."""
+        calls = Hanging(*(set(range(1000)) - set(fine)))
         began = time.monotonic()
         found = await in_batches(fs_threads, calls.call, range(1000), late=calls.late)
         assert time.monotonic() - began < 2 * TIMEOUT_S + 1
-        assert found.count(-1) == len(calls.calls) == 16, "two rounds of eight jobs"
-        assert found.count(-2) == 1000 - 16
+        assert found.count(-1) == len(calls.calls) - len(fine) == threads_lost
+        assert found.count(-2) == 1000 - threads_lost - len(fine)
         await self.settled(fs_threads, calls)
-        assert len(calls.calls) == 16, "a thread that comes back does not go on"
+        assert len(calls.calls) == threads_lost + len(fine), "who comes back does not go on"
 
     async def test_without_late_it_raises_and_takes_back(self, fs_threads: FsThreads) -> None:
         calls = Hanging(150)
