@@ -21,7 +21,7 @@ from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_reflection.v1alpha import reflection
 
 from kvserve.config import Config, StoreConfig
-from kvserve.errors import InvalidRequest, KvserveError, StorageError
+from kvserve.errors import InvalidRequest, KvserveError, StorageError, StorageUnavailable
 from kvserve.format.messages import SERVICE
 from kvserve.frame_memory import keep_frame_memory
 from kvserve.fs import FileSystem, PosixFileSystem
@@ -78,14 +78,18 @@ class Server:
 
         Raises:
             InvalidRequest: no root, a root that cannot be written, or an address that cannot be
-                bound; the message names path, uid and errno.
-            StorageUnavailable: the root did not answer in time.
+                bound, or no answer in time; the message names path, uid and errno.
         """
         config = self._config
         loop = asyncio.get_running_loop()
         starting = FsThreads(1, timeout_s=_START_TIMEOUT_S, name="start")
         try:
             tree = await loop.run_in_executor(starting, _open_tree_blocking, config.store, self._fs)
+        except StorageUnavailable as error:
+            raise InvalidRequest(
+                f"the root {config.store.root} gave no answer in {_START_TIMEOUT_S:g} s: "
+                "does its mount hang?"
+            ) from error
         finally:
             starting.shutdown(wait=False)
         storage = StorageHealth(lambda: self._threads.hung)

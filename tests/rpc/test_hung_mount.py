@@ -14,8 +14,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import kvserve.rpc.health
+import kvserve.rpc.server
 from kvclient import AsyncClient, ChunkStatus, Descriptor, StorageUnavailable
-from kvserve.errors import DeadlineExceeded
+from kvserve.errors import DeadlineExceeded, InvalidRequest
 from kvserve.format.messages import SERVICE
 from kvserve.rpc.server import Server
 from kvserve.testing.faulty_fs import FaultyFileSystem
@@ -399,6 +400,18 @@ class TestTheServer:
             fs.hang(part_of(slow, 0), ["read_into"])
             assert await fetched(client, slow, payload_for(slow)) == [TIMEOUT]
             assert await fetched(client, other, payload_for(other)) == [HIT]
+
+    async def test_a_root_that_hangs_is_no_start(
+        self,
+        fs: FaultyFileSystem,
+        start_server: Callable[..., Awaitable[Server]],
+        root: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(kvserve.rpc.server, "_START_TIMEOUT_S", 0.2)
+        fs.hang(str(root), ["make_dirs"])
+        with Soon(), pytest.raises(InvalidRequest, match=f"{root} gave no answer in 0.2 s"):
+            await start_server(fs)
 
     async def test_it_stops_while_calls_hang(
         self, fs: FaultyFileSystem, server: Server, root: Path
