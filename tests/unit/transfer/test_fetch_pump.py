@@ -1,7 +1,10 @@
 """The server's side of one fetch: frames in order, verified, bounded, and quiet at its end."""
 
 import asyncio
+import gc
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -361,6 +364,33 @@ class TestReadsThatHang:
         assert source.held == []
         assert not source.hanging[1]()
         assert plane.slices() == whole([0, 2, 3])
+
+    async def test_the_memory_of_its_frame_lives_as_long_as_it(self, fs_threads: FsThreads) -> None:
+        """A gRPC frame's view does not own its bytes: a late read would write into anything."""
+        frames: list[weakref.ref[Frame]] = []
+
+        class Watching(RecordingPlane):
+            def new_frame(self, header: FrameHeader, payload_size_bytes: int) -> Frame:
+                frame = super().new_frame(header, payload_size_bytes)
+                frames.append(weakref.ref(frame))
+                return frame
+
+        def alive() -> int:
+            gc.collect()
+            return sum(frame() is not None for frame in frames)
+
+        gate = threading.Event()
+        source = MemorySource(is_cached=False, gates={1: gate})
+        chunks = [stored(0), stored(1)]
+        await pump_of(
+            source, Watching(), fs_threads, chunks, frame_size_bytes=256, frames_in_flight=1
+        ).run([0])
+        assert alive() == 1
+        await self.come_back(fs_threads, gate)
+        deadline = time.monotonic() + 10
+        while alive():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
 
     async def test_those_behind_it_in_its_frame_are_late_too(self, fs_threads: FsThreads) -> None:
         gate = threading.Event()
