@@ -67,6 +67,12 @@ class StoreConfig(_Section):
         description="What an acknowledged chunk survives: a killed server, or power loss (fsync).",
     )
     io_threads: int = Field(16, ge=1, le=1024, description="Threads for blocking file calls.")
+    io_timeout_s: float = Field(
+        30.0,
+        ge=0.05,
+        le=3600,
+        description="File calls that take longer fail their request; waiting for a thread counts.",
+    )
     open_files_max: int = Field(
         16384, ge=64, le=1 << 20, description="Chunk files held open, readers and writers together."
     )

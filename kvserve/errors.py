@@ -15,7 +15,7 @@ KvserveError
 └── StorageError
     ├── StorageFull            RESOURCE_EXHAUSTED   no space left
     │   └── QuotaExceeded          RESOURCE_EXHAUSTED   no quota left
-    └── StorageUnavailable     UNAVAILABLE          retry: EIO, ESTALE, ETIMEDOUT, ...
+    └── StorageUnavailable     UNAVAILABLE          retry: EIO, ESTALE, no answer in time, ...
 ```
 
 A miss is a value (`model.ChunkStatus`), never an error. `OSError` becomes a `StorageError` in `fs`
@@ -112,10 +112,17 @@ class QuotaExceeded(StorageFull):
 
 
 class StorageUnavailable(StorageError):
-    """EIO, ESTALE, ETIMEDOUT and the like: the file system may come back."""
+    """EIO, ESTALE, ETIMEDOUT and the like: the file system may come back.
+
+    `timeout_s` is not 0 where it gave no answer at all for so long.
+    """
 
     code = "UNAVAILABLE"
     retryable = True
+
+    def __init__(self, message: str, *, timeout_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.timeout_s = timeout_s
 
 
 class MalformedMessage(ValueError):

@@ -53,6 +53,7 @@ class ChunkStatus(IntEnum):
     MISS_ERROR = 5
     MISS_EVICTED = 6
     MISS_EXPIRED = 7
+    MISS_TIMEOUT = 8
     NEEDED = 16
     STORED = 17
     KNOWN = 18

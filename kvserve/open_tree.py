@@ -40,6 +40,7 @@ class OpenTree:
 
     store: ChunkStore
     owner: Owner
+    file_system: str
     ledger: Ledger
     usage_files: UsageFiles
     exchange: Exchange
@@ -48,8 +49,10 @@ class OpenTree:
     quarantine: Quarantine
 
 
-def open_tree_blocking(config: Config) -> OpenTree:
+def open_tree_blocking(config: Config, fs: FileSystem | None = None) -> OpenTree:
     """The store on a root that was just written to, and this server's claim on it.
+
+    `fs`: instead of the one that the root lies on.
 
     Raises:
         InvalidRequest: no root, or one that cannot be written; the message names path, uid, errno.
@@ -60,10 +63,10 @@ def open_tree_blocking(config: Config) -> OpenTree:
     # Names need not be secret, only different: seeded from the system once.
     random = Random(os.urandom(16))
     try:
-        fs = open_file_system_blocking(root, config.lustre)
+        fs = fs or open_file_system_blocking(root, config.lustre)
         owner = Owner(fs, root, random, lease_s=config.store.owner_lease_s)
         owner.claim_blocking()
-        tree = build_tree(fs, root, config, owner, random)
+        tree = build_tree(fs, root, config, owner, random, file_system=fs.kind(root))
         tree.store.check_root_blocking()
         tree.ledger.set_base(tree.usage_files.base_for({}))
         tree.exchange.read_departures_blocking()
@@ -74,7 +77,15 @@ def open_tree_blocking(config: Config) -> OpenTree:
         ) from error
 
 
-def build_tree(fs: FileSystem, root: str, config: Config, owner: Owner, random: Random) -> OpenTree:
+def build_tree(
+    fs: FileSystem,
+    root: str,
+    config: Config,
+    owner: Owner,
+    random: Random,
+    *,
+    file_system: str = "",
+) -> OpenTree:
     """Puts the parts together; does no I/O."""
     store, capacity = config.store, config.capacity
     ledger = Ledger(quotas_of(config))
@@ -102,6 +113,7 @@ def build_tree(fs: FileSystem, root: str, config: Config, owner: Owner, random: 
             quarantine=quarantine,
         ),
         owner,
+        file_system,
         ledger,
         UsageFiles(fs, root, owner.tag),
         exchange,

@@ -3,7 +3,9 @@ knows, counts and sweeps, evicts, stamps what was used, closes files that nobody
 removes what it could not remove before.
 
 All run on a thread of their own, a step at a time. An error of the file system is logged and tried
-again in the next round; it never ends the server, and requests never wait for any of this.
+again in the next round; it never ends the server, and requests never wait for any of this. Nor does
+a step that hangs hold up the others: it is left behind (`fs/threads.py`), its round has failed, and
+until it comes back the rounds that would touch the same things fail.
 
 Of the servers of a tree one is its steward: the living one with the first tag. It alone counts and
 evicts, for all; when it dies, the next one takes over once its claim has expired. Should two take
@@ -12,12 +14,13 @@ themselves for the steward for a moment, more is evicted than need be, and nothi
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from kvserve.errors import KvserveError
+from kvserve.errors import KvserveError, StorageUnavailable
+from kvserve.fs.threads import FsThreads
 from kvserve.metrics import Metrics
 from kvserve.open_tree import OpenTree
 from kvserve.policy.quota import Pressure
@@ -38,6 +41,22 @@ _STEP_S = 0.02
 """Eviction looks at directories for so long in one go."""
 
 
+class _Line:
+    """Steps that must not run two at a time, as they do where one was left behind."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+
+    def run_blocking(self, wait_s: float, call: Callable[..., _T], *args: object) -> _T:
+        if not self._lock.acquire(timeout=wait_s):
+            raise StorageUnavailable(f"{self._name}: the last step still hangs")
+        try:
+            return call(*args)
+        finally:
+            self._lock.release()
+
+
 class Upkeep:
     """Runs from `start` to `stop`."""
 
@@ -49,11 +68,18 @@ class Upkeep:
         sweep_interval_s: float,
         exchange_interval_s: float,
         ttl_s: float,
+        timeout_s: float,
     ) -> None:
         self._tree = tree
         self._metrics = metrics
         # Its own thread: the claim must be shown in time however busy the others are.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="upkeep")
+        self._thread = FsThreads(1, timeout_s=timeout_s, name="upkeep")
+        self._beats = _Line("showing that this server lives")
+        self._notes = _Line("telling the other servers")
+        self._sweeps = _Line("sweeping")
+        self._evictions = _Line("evicting")
+        self._stamps = _Line("stamping what was used")
+        self._closes = _Line("closing idle files")
         # A chunk goes at most a quarter of its ttl late.
         self._sweep_interval_s = min(sweep_interval_s, max(1.0, ttl_s / 4) or sweep_interval_s)
         self._exchange_interval_s = exchange_interval_s
@@ -90,17 +116,13 @@ class Upkeep:
             await asyncio.wait([task])
             if not task.cancelled() and (defect := task.exception()) is not None:
                 log.error("upkeep had ended: %r", defect)
-        tree = self._tree
-        for last in (
-            self._stamp_all_blocking,
-            self._exchange_blocking,
-            tree.exchange.close_blocking,
-            tree.owner.release_blocking,
-        ):
+        for last in (self._stamp, self._exchange, self._close_exchange, self._release):
             try:
-                await self._run(last)
+                await last()
             except KvserveError as error:
                 log.warning("at the end: %s", error)
+                if isinstance(error, StorageUnavailable) and error.timeout_s:
+                    break  # the others would wait as long; the claim expires
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
 
     async def _every(
@@ -117,14 +139,24 @@ class Upkeep:
             await asyncio.sleep(interval_s)
 
     async def _beat(self) -> None:
-        await self._run(self._tree.owner.beat_blocking)
-        await self._run(self._tree.store.remove_left_blocking)
+        await self._run(self._beats, self._tree.owner.beat_blocking)
+        await self._run(self._closes, self._tree.store.remove_left_blocking)
+
+    async def _release(self) -> None:
+        try:
+            await self._run(self._beats, self._tree.owner.release_blocking)
+        except KvserveError as error:
+            log.warning("the server's claim stays until it expires: %s", error)
 
     async def _close_idle(self) -> None:
-        await self._run(self._tree.store.open_chunks.close_idle_blocking, _IDLE_FILES_S)
+        close_idle_blocking = self._tree.store.open_chunks.close_idle_blocking
+        await self._run(self._closes, close_idle_blocking, _IDLE_FILES_S)
 
     async def _exchange(self) -> None:
-        await self._run(self._exchange_blocking)
+        await self._run(self._notes, self._exchange_blocking)
+
+    async def _close_exchange(self) -> None:
+        await self._run(self._notes, self._tree.exchange.close_blocking)
 
     def _exchange_blocking(self) -> None:
         tree = self._tree
@@ -133,28 +165,28 @@ class Upkeep:
         tree.exchange.read_departures_blocking()
 
     async def _stamp(self) -> None:
-        while await self._run(self._tree.recency.flush_blocking):
-            pass
-
-    def _stamp_all_blocking(self) -> None:
-        while self._tree.recency.flush_blocking():
+        while await self._run(self._stamps, self._tree.recency.flush_blocking):
             pass
 
     async def _sweep(self) -> None:
         tree = self._tree
-        is_steward = await self._run(tree.owner.is_first_blocking)
+        is_steward = await self._run(self._sweeps, tree.owner.is_first_blocking)
         fs, root = tree.store.fs, tree.store.root
         count = TreeCount(fs, tree.ledger) if is_steward else None
         expired = EvictionResult()
         steps = sweep_blocking(fs, root, tree.owner, count)
         result = None
-        while (found := await self._run(next, steps, None)) is not None:
+        # A step that hangs raises here: nobody advances `steps` beside it.
+        while (found := await self._run(self._sweeps, next, steps, None)) is not None:
             result = found
             if is_steward and self._ttl_s:
-                await self._run(tree.evictor.expire_blocking, found.directory, self._ttl_s, expired)
+                expire_blocking = tree.evictor.expire_blocking
+                await self._run(
+                    self._evictions, expire_blocking, found.directory, self._ttl_s, expired
+                )
             await asyncio.sleep(_SWEEP_PAUSE_S)
         if count is not None:
-            await self._run(self._end_count_blocking, count)
+            await self._run(self._notes, self._end_count_blocking, count)
         if result is not None and (result.removed or result.failed):
             log.info("swept after dead servers: %s", result)
         self._note(expired, f"not used for {self._ttl_s:.0f} s")
@@ -178,7 +210,7 @@ class Upkeep:
         pressures = self._tree.ledger.pressures()
         if not pressures or time.monotonic() < self._in_vain_until:
             return
-        if await self._run(self._tree.owner.is_first_blocking):
+        if await self._run(self._evictions, self._tree.owner.is_first_blocking):
             for pressure in pressures:
                 await self._relieve_one(pressure)
 
@@ -186,7 +218,7 @@ class Upkeep:
         result = EvictionResult()
         steps = self._tree.evictor.relieve_blocking(pressure)
         try:
-            while (found := await self._run(_advance, steps)) is not None:
+            while (found := await self._run(self._evictions, _advance, steps)) is not None:
                 result = found
         finally:
             self._note(result, f"{pressure.tenant or 'the tree'} was above its high watermark")
@@ -204,8 +236,11 @@ class Upkeep:
         if result.evicted or result.failed:
             log.info("evicted %s: %s", why, result)
 
-    async def _run(self, call: Callable[..., _T], *args: object) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
+    async def _run(self, line: _Line, call: Callable[..., _T], *args: object) -> _T:
+        # The wait is over before the step is overdue: it does not begin when nobody waits for it.
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, line.run_blocking, self._thread.timeout_s / 2, call, *args
+        )
 
 
 def _advance(steps: Iterator[EvictionResult]) -> EvictionResult | None:

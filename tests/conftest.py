@@ -10,6 +10,7 @@ from blockbuster import BlockBusterFunction, blockbuster_ctx
 
 from kvclient import AsyncClient
 from kvserve.config import load_config
+from kvserve.fs import FileSystem
 from kvserve.rpc.server import Server
 
 # The defaults of blockbuster leave these out; each can wait for a disk.
@@ -52,7 +53,7 @@ async def start_server(root: Path) -> AsyncIterator[Callable[..., Awaitable[Serv
     """`await start_server(limits={"transfers_max": 1})`: a real server on this loop."""
     servers: list[Server] = []
 
-    async def start(**sections: dict[str, object]) -> Server:
+    async def start(file_system: FileSystem | None = None, **sections: dict[str, object]) -> Server:
         settings = {
             "server": {"listen": "127.0.0.1:0", "drain_timeout_s": 1, **sections.get("server", {})},
             "store": {"root": str(root), **sections.get("store", {})},
@@ -60,7 +61,7 @@ async def start_server(root: Path) -> AsyncIterator[Callable[..., Awaitable[Serv
             "capacity": sections.get("capacity", {}),
             "tenants": sections.get("tenants", {}),
         }
-        server = Server(load_config(None, settings))
+        server = Server(load_config(None, settings), file_system)
         await server.start()
         servers.append(server)
         return server

@@ -15,7 +15,7 @@ from kvserve.bench.rounds import Case, Timing
 from kvserve.bench.unit import WorkUnit
 from kvserve.bench.workspace import empty_files
 from kvserve.format.chunk_file import ChunkGeometry
-from kvserve.store.chunk_store import ChunkLocations
+from kvserve.store.locations import ChunkLocations
 
 
 def slices_by_layer(unit: WorkUnit, region: memoryview) -> list[list[memoryview]]:

@@ -24,7 +24,7 @@ from kvserve.bench.rounds import WARM_UPS, Case, Step, Timing, run_once, run_rou
 from kvserve.bench.unit import WorkUnit
 from kvserve.bench.workspace import Settings, Workspace, touched
 from kvserve.errors import ServerFault
-from kvserve.store.chunk_store import ChunkLocations
+from kvserve.store.locations import ChunkLocations
 
 RATIO_MIN = 0.80
 _SERIES, _LARGE_SERIES = 0, 1

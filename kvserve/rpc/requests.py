@@ -17,7 +17,7 @@ from kvserve.format.messages import descriptor_from_pb, parse
 from kvserve.format.request_size import BESIDE_HASHES_BYTES_MAX, size_beside
 from kvserve.model import HASH_SIZE_BYTES_MIN
 from kvserve.service import Service
-from kvserve.store.chunk_store import ChunkLocations
+from kvserve.store.locations import ChunkLocations
 from kvserve.transfer.long_steps import CHUNKS_IN_PLACE_MAX
 from kvserve.v1 import kvserve_pb2 as pb
 

@@ -9,25 +9,29 @@ import asyncio
 import logging
 import signal
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
-from grpc_health.v1.health import aio as aio_health
 from grpc_reflection.v1alpha import reflection
 
 from kvserve.config import Config
-from kvserve.errors import InvalidRequest
+from kvserve.errors import InvalidRequest, StorageError, StorageUnavailable
 from kvserve.format.messages import SERVICE
 from kvserve.frame_memory import keep_frame_memory
+from kvserve.fs import FileSystem
+from kvserve.fs.threads import FsThreads
 from kvserve.metrics import Metrics
-from kvserve.open_tree import open_tree_blocking
+from kvserve.open_tree import OpenTree, open_tree_blocking
+from kvserve.rpc.health import Health
 from kvserve.rpc.servicer import Servicer
 from kvserve.service import Service
+from kvserve.storage_health import StorageHealth
 from kvserve.upkeep import Upkeep
 
 log = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 60.0
 
 
 def channel_options(message_size_bytes_max: int) -> list[tuple[str, int]]:
@@ -52,13 +56,13 @@ def channel_options(message_size_bytes_max: int) -> list[tuple[str, int]]:
 class Server:
     """A started server has its real address in `address` (port 0 binds any free one)."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, file_system: FileSystem | None = None) -> None:
         self._config = config
+        self._fs = file_system
         self.address = config.server.listen
         self.metrics_address = ""
-        self._health = aio_health.HealthServicer()
         keep_frame_memory()
-        self._threads = ThreadPoolExecutor(config.store.io_threads, thread_name_prefix="fs")
+        self._threads = FsThreads(config.store.io_threads, timeout_s=config.store.io_timeout_s)
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
@@ -66,12 +70,11 @@ class Server:
 
         Raises:
             InvalidRequest: no root, a root that cannot be written, or an address that cannot be
-                bound; the message names path, uid and errno.
+                bound, or no answer in time; the message names path, uid and errno.
         """
         config = self._config
         loop = asyncio.get_running_loop()
-        tree = await loop.run_in_executor(self._threads, open_tree_blocking, config)
-        file_system = await loop.run_in_executor(self._threads, tree.store.fs.kind, tree.store.root)
+        tree = await self._open_tree()
         self._metrics = Metrics(tree)
         self._upkeep = Upkeep(
             tree,
@@ -79,27 +82,31 @@ class Server:
             sweep_interval_s=config.store.sweep_interval_s,
             exchange_interval_s=config.capacity.exchange_interval_s,
             ttl_s=config.capacity.ttl_s,
+            timeout_s=config.store.io_timeout_s,
         )
+        storage = StorageHealth(lambda: self._threads.hung)
         self.service = Service(
             tree,
             self._threads,
             config.limits,
             self._metrics,
+            health=storage,
             lease_ttl_s_max=config.capacity.lease_ttl_s_max,
             store_refused=self._upkeep.relieve_soon,
         )
+        self._health = Health(storage, self._threads, tree.store.check_root_blocking)
         server = grpc.aio.server(options=channel_options(config.limits.message_size_bytes_max))
         server.add_generic_rpc_handlers(
             (
                 Servicer(
                     self.service,
                     config.limits,
-                    file_system,
+                    tree.file_system,
                     lease_ttl_s_max=config.capacity.lease_ttl_s_max,
                 ).handlers(),
             )
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
         reflection.enable_server_reflection(
             (SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server
         )
@@ -121,9 +128,23 @@ class Server:
         await server.start()
         self._server, self._tree = server, tree
         self._upkeep.start()
-        for name in ("", SERVICE):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        log.debug("serving %s (%s) on %s", tree.store.root, file_system, self.address)
+        await self._health.start()
+        log.debug("serving %s (%s) on %s", tree.store.root, tree.file_system, self.address)
+
+    async def _open_tree(self) -> OpenTree:
+        config = self._config
+        threads = FsThreads(1, timeout_s=_START_TIMEOUT_S, name="start")
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                threads, open_tree_blocking, config, self._fs
+            )
+        except StorageUnavailable as error:
+            raise InvalidRequest(
+                f"the root {config.store.root} gave no answer in {_START_TIMEOUT_S:g} s: "
+                "does its mount hang?"
+            ) from error
+        finally:
+            threads.shutdown(wait=False)
 
     async def stop(self) -> None:
         """Turns health to NOT_SERVING, refuses new rpcs, waits for open ones up to the limit.
@@ -133,7 +154,7 @@ class Server:
         server, self._server = self._server, None
         if server is None:
             return
-        await self._health.enter_graceful_shutdown()
+        await self._health.drain()
         timeout_s = self._config.server.drain_timeout_s
         log.info("draining for at most %.0f s", timeout_s)
         await server.stop(timeout_s)
@@ -142,7 +163,10 @@ class Server:
         await asyncio.get_running_loop().run_in_executor(None, self._metrics.close_blocking)
         loop = asyncio.get_running_loop()
         close_idle_blocking = self._tree.store.open_chunks.close_idle_blocking
-        await loop.run_in_executor(self._threads, close_idle_blocking)
+        try:
+            await loop.run_in_executor(self._threads, close_idle_blocking)
+        except StorageError as error:
+            log.warning("files are left to the end of the process: %s", error)
         await loop.run_in_executor(None, self._threads.shutdown)
         log.info("stopped")
 

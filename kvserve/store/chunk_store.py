@@ -8,21 +8,22 @@ miss and the next put heals it.
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Final
 
 from kvserve.errors import KvserveError, StorageError, StorageFull, StorageUnavailable
-from kvserve.format.chunk_file import ChunkGeometry
 from kvserve.fs import FileSystem
 from kvserve.model import ChunkKey, ChunkStatus, Descriptor, Verdict
 from kvserve.store.departures import Departures
+from kvserve.store.failing import FailingChunks
 from kvserve.store.known import KnownChunks, known_key
 from kvserve.store.ledger import Ledger
+from kvserve.store.locations import ChunkLocations
 from kvserve.store.namespaces import Namespaces
 from kvserve.store.open_chunks import OpenChunk, OpenChunks
-from kvserve.store.paths import TempNames, chunk_path, shard_dir
+from kvserve.store.paths import TempNames
 from kvserve.store.publish import ChunkWriter
 from kvserve.store.quarantine import Quarantine
 from kvserve.store.root import Root
@@ -69,17 +70,19 @@ class ChunkStore:
             fs, root, names, survives_power_loss=policy.survives_power_loss
         )
         self._known = known
+        self._failing = FailingChunks(clock=time.monotonic)
         self._root = Root(fs, root, names)
         self.ledger = ledger
         self._departures = departures
         self._quarantine = quarantine
         self._clock = clock
         self.open_chunks = open_chunks
+        self._to_abandon: deque[ChunkWriter] = deque()
 
     def __repr__(self) -> str:
         return f"<ChunkStore {self.root} {self.open_chunks!r}>"
 
-    def locate(self, descriptor: Descriptor) -> "ChunkLocations":
+    def locate(self, descriptor: Descriptor) -> ChunkLocations:
         """The files of a descriptor's chunks. Does no I/O."""
         return ChunkLocations(self.root, descriptor)
 
@@ -87,7 +90,7 @@ class ChunkStore:
         """See `Root`."""
         self._root.check_blocking()
 
-    def unknown(self, where: "ChunkLocations") -> dict[int, Verdict | None]:
+    def unknown(self, where: ChunkLocations) -> dict[int, Verdict | None]:
         """The chunks that were not seen on the tree lately: a miss if they were missed there
         lately, None if the tree must be asked. Does no I/O; see `KnownChunks`."""
         self._known.refresh()
@@ -98,7 +101,14 @@ class ChunkStore:
             if not has(key)
         }
 
-    def status_blocking(self, where: "ChunkLocations", chunk_index: int) -> Verdict:
+    def failing(self, where: ChunkLocations, indexes: Iterable[int]) -> dict[int, Verdict]:
+        """Those of the chunks that cannot be read, as a read found lately. Does no I/O."""
+        if not self._failing:
+            return {}
+        found = ((index, self._failing.get(where.path(index))) for index in indexes)
+        return {index: verdict for index, verdict in found if verdict is not None}
+
+    def status_blocking(self, where: ChunkLocations, chunk_index: int) -> Verdict:
         """HIT or a miss, by one system call: a published file of the right size is a chunk."""
         path, key = where.path(chunk_index), where.known_key(chunk_index)
         epoch = self._known.epoch
@@ -119,7 +129,7 @@ class ChunkStore:
         self._known.add(key, epoch)
         return HIT
 
-    def leased_status_blocking(self, where: "ChunkLocations", chunk_index: int) -> Verdict:
+    def leased_status_blocking(self, where: ChunkLocations, chunk_index: int) -> Verdict:
         """The status of a chunk that was just leased: what is a hit now stays one.
 
         Asks the tree: another server may have evicted what this one knows.
@@ -128,7 +138,7 @@ class ChunkStore:
             return Verdict(ChunkStatus.MISS_EVICTED, "is being evicted at this moment")
         return self.status_blocking(where, chunk_index)
 
-    def open_blocking(self, where: "ChunkLocations", chunk_index: int) -> OpenChunk | Verdict:
+    def open_blocking(self, where: ChunkLocations, chunk_index: int) -> OpenChunk | Verdict:
         """The chunk open for reading, header checked, or why that is a miss."""
         path = where.path(chunk_index)
         found: OpenChunk | Verdict
@@ -140,7 +150,7 @@ class ChunkStore:
                 reject_blocking=self._quarantine_blocking,
             )
         except KvserveError as error:
-            found = Verdict(ChunkStatus.MISS_ERROR, str(error))
+            found = self._unreadable(path, error)
         key = where.known_key(chunk_index)
         if isinstance(found, Verdict):
             self._known.discard(key)
@@ -157,6 +167,8 @@ class ChunkStore:
         self, chunk: OpenChunk, layer_index: int, slice_offset: int, into: memoryview
     ) -> Verdict | None:
         """Fills `into` from one slice; a fault if the file ends early or cannot be read."""
+        if self._failing and (failed := self._failing.get(chunk.path)) is not None:
+            return failed  # another read of it, a moment ago
         offset = chunk.offsets[layer_index] + slice_offset
         try:
             got = self._read_blocking(chunk, offset, into)
@@ -164,7 +176,7 @@ class ChunkStore:
                 return Verdict(ChunkStatus.MISS_ABSENT, "deleted while being read")
         except KvserveError as error:
             self.open_chunks.forget(chunk.path)
-            return Verdict(ChunkStatus.MISS_ERROR, str(error))
+            return self._unreadable(chunk.path, error)
         if got < len(into):
             return Verdict(ChunkStatus.MISS_CORRUPT, f"layer {layer_index} is cut short")
         return None
@@ -209,7 +221,43 @@ class ChunkStore:
                 if chunk.fd is None:
                     self.fs.close(fd)
 
-    def writer(self, where: "ChunkLocations", chunk_index: int) -> ChunkWriter:
+    def hold(self, chunk: OpenChunk) -> None:
+        self.open_chunks.hold(chunk)
+
+    def release(self, chunk: OpenChunk) -> None:
+        self.open_chunks.release(chunk)
+
+    def hangs(self, chunk: OpenChunk, verdict: Verdict, still: Callable[[], bool]) -> None:
+        """A call on the chunk gave no answer in time, and `still` says whether it hangs."""
+        self._path_hangs(chunk.path, verdict, still)
+
+    def late(
+        self,
+        where: ChunkLocations,
+        chunk_index: int,
+        error: StorageUnavailable,
+        hangs: Callable[[], bool] | None,
+    ) -> Verdict:
+        """The miss of a chunk whose call gave no answer in time, or was not begun (None)."""
+        verdict = Verdict(ChunkStatus.MISS_TIMEOUT, str(error))
+        if hangs is not None:
+            self._path_hangs(where.path(chunk_index), verdict, hangs)
+        return verdict
+
+    def _path_hangs(self, path: str, verdict: Verdict, still: Callable[[], bool]) -> None:
+        self._failing.add(path, verdict, hangs=still)
+        self.open_chunks.forget(path)
+        self._discard_known(path)
+
+    def _unreadable(self, path: str, error: KvserveError) -> Verdict:
+        verdict = Verdict(ChunkStatus.MISS_ERROR, str(error))
+        # Not where the process is short of descriptors: that says nothing about the chunk.
+        if isinstance(error, StorageUnavailable):
+            self._failing.add(path, verdict)
+            self._discard_known(path)
+        return verdict
+
+    def writer(self, where: ChunkLocations, chunk_index: int) -> ChunkWriter:
         return ChunkWriter(
             self.fs,
             self.open_chunks,
@@ -221,9 +269,11 @@ class ChunkStore:
             published_blocking=self._published(where, chunk_index),
         )
 
-    def _published(self, where: "ChunkLocations", chunk_index: int) -> Callable[[bool], None]:
+    def _published(self, where: ChunkLocations, chunk_index: int) -> Callable[[bool], None]:
         def published_blocking(is_new: bool) -> None:
-            directory = where.path(chunk_index).rpartition("/")[0]
+            path = where.path(chunk_index)
+            directory = path.rpartition("/")[0]
+            self._failing.clear(path)
             if is_new:
                 size_bytes = where.geometry.file_size_bytes
                 self.ledger.changed(where.descriptor.tenant, directory, size_bytes, 1)
@@ -233,7 +283,7 @@ class ChunkStore:
         return published_blocking
 
     def pin_blocking(
-        self, where: "ChunkLocations", chunk_index: int, *, is_pinned: bool
+        self, where: ChunkLocations, chunk_index: int, *, is_pinned: bool
     ) -> ChunkStatus:
         """Marks the chunk's file as not to be evicted, or as any other again.
 
@@ -246,7 +296,7 @@ class ChunkStore:
         return ChunkStatus.PINNED if is_pinned else ChunkStatus.UNPINNED
 
     def without_leaving(
-        self, where: "ChunkLocations", statuses: Sequence[ChunkStatus]
+        self, where: ChunkLocations, statuses: Sequence[ChunkStatus]
     ) -> list[ChunkStatus]:
         """The statuses with MISS_EVICTED where an evictor has picked the chunk meanwhile."""
         return [
@@ -263,8 +313,15 @@ class ChunkStore:
             return None
         return Verdict(ChunkStatus.MISS_EXPIRED, f"not used for more than {ttl_s:.0f} s")
 
+    def abandon_later(self, writer: ChunkWriter) -> None:
+        """There was no thread for that; `remove_left_blocking` does it. Does no I/O."""
+        self._to_abandon.append(writer)
+
     def remove_left_blocking(self) -> None:
         """Another try for temporary files that could not be removed."""
+        while self._to_abandon:
+            with contextlib.suppress(StorageError):  # then it is one of those below
+                self._to_abandon.popleft().abandon_blocking()
         remove_left_blocking(self.fs, self._names)
 
     def ensure_namespace_blocking(self, key: ChunkKey) -> None:
@@ -280,10 +337,11 @@ class ChunkStore:
             # The file is for people; each chunk says for itself whether it fits.
             log.warning("a namespace has no identity file until there is space: %s", error)
 
-    def delete_blocking(self, where: "ChunkLocations", chunk_index: int) -> ChunkStatus:
+    def delete_blocking(self, where: ChunkLocations, chunk_index: int) -> ChunkStatus:
         path = where.path(chunk_index)
         self.open_chunks.forget(path)
         is_gone = self.fs.unlink(path)
+        self._failing.clear(path)
         self._known.discard(where.known_key(chunk_index))
         if is_gone:
             size_bytes = where.geometry.file_size_bytes
@@ -295,39 +353,12 @@ class ChunkStore:
         """Moves the damaged file that is open as `fd` out of every reader's way, as evidence."""
         self.open_chunks.forget(path)
         taken = self._quarantine.take_blocking(path, fd)
-        inside = path[len(self.root) + 1 :]
-        shard, _, name = inside.rsplit("/", 2)
-        self._known.discard(known_key(shard, bytes.fromhex(name)))
+        self._discard_known(path)
         if taken:
-            tenant = inside.split("/", 1)[0]
+            self._failing.clear(path)
+            tenant = path[len(self.root) + 1 :].split("/", 1)[0]
             self.ledger.changed(tenant, path.rpartition("/")[0], -taken, -1)
 
-
-class ChunkLocations:
-    """Paths and geometry of one descriptor's chunks."""
-
-    def __init__(self, root: str, descriptor: Descriptor) -> None:
-        first = descriptor.key(0)
-        self.descriptor = descriptor
-        self.geometry = ChunkGeometry(first)
-        self.shard = shard_dir(first)
-        self._directory = f"{root}/{self.shard}"
-
-    def __repr__(self) -> str:
-        return f"<ChunkLocations {self.descriptor.chunk_count} chunks under {self._directory}>"
-
-    @cached_property
-    def known_keys(self) -> list[int]:
-        """By chunk: its key in `KnownChunks`, the same for every server of the tree."""
-        return [known_key(self.shard, it) for it in self.descriptor.chunk_hashes]
-
-    def known_key(self, chunk_index: int) -> int:
-        return known_key(self.shard, self.descriptor.chunk_hashes[chunk_index])
-
-    def path(self, chunk_index: int) -> str:
-        return chunk_path(self._directory, self.descriptor.chunk_hashes[chunk_index])
-
-    @cached_property
-    def paths(self) -> Sequence[str]:
-        """By chunk; made once and kept for the next request."""
-        return [chunk_path(self._directory, it) for it in self.descriptor.chunk_hashes]
+    def _discard_known(self, path: str) -> None:
+        shard, _, name = path[len(self.root) + 1 :].rsplit("/", 2)
+        self._known.discard(known_key(shard, bytes.fromhex(name)))

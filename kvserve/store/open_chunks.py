@@ -178,6 +178,11 @@ class OpenChunks:
                 self._fs.close(fd)
         return chunk.fd != broken_fd
 
+    def hold(self, chunk: OpenChunk) -> None:
+        """One more user of a chunk that is in use: to be paired with `release`."""
+        with self._lock:
+            chunk.users += 1
+
     def release(self, chunk: OpenChunk) -> None:
         """The transfer is done with it. Does no I/O: descriptors are closed by a later opener."""
         self.release_all((chunk,))

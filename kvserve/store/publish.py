@@ -14,10 +14,14 @@ Order is the whole design:
 
 Losing a race to another writer of the same chunk is success: same name, same bytes, and rename
 replaces whole. A writer that fails or is abandoned removes its file; one that is killed leaves a
-dot name that no reader looks at. What happens where there is no space left: `temp_file.py`.
+dot name that no reader looks at. One that was given up because a call hangs does not reach step 6,
+unless it is the rename that hangs: the whole chunk may then appear later. What happens where there
+is no space left: `temp_file.py`.
 """
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from kvserve.errors import StorageError, StorageUnavailable
 from kvserve.format.chunk_file import ChunkGeometry
@@ -33,6 +37,7 @@ class ChunkWriter:
     """One chunk on its way into the tree. Ends with `commit_blocking` or `abandon_blocking`.
 
     Slices may be written from several threads at once; commit and abandon only when no write runs.
+    If a call hangs: `give_up`, then neither.
     """
 
     def __init__(
@@ -62,22 +67,58 @@ class ChunkWriter:
             survives_power_loss=survives_power_loss,
             head_size_bytes=geometry.header_size_bytes,
         )
+        # Guards the lines below.
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._is_given_up = False
 
     def write_blocking(self, layer_index: int, slice_offset: int, data: memoryview) -> None:
         """Writes a piece of a slice; `slice_offset` counts from the slice's start.
 
         The first write creates the file, its directory too if need be.
         """
-        self._file.write_blocking(data, self._geometry.slice_offsets[layer_index] + slice_offset)
+        offset = self._geometry.slice_offsets[layer_index] + slice_offset
+        with self._entered():
+            self._file.write_blocking(data, offset)
+
+    def give_up(self) -> None:
+        """A call hangs and nobody waits for it any more. Does no I/O.
+
+        Nothing is published; whichever call comes back last removes the temporary file.
+        """
+        with self._lock:
+            self._is_given_up = True
 
     @property
     def is_open(self) -> bool:
-        """There is a temporary file: to be committed or abandoned."""
-        return self._file.is_open
+        """There is a temporary file to be committed or abandoned, and no call hangs on it."""
+        return self._file.is_open and not (self._is_given_up and self._inside)
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        with self._lock:
+            self._check()
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                is_last = self._is_given_up and not self._inside
+            if is_last:
+                self.abandon_blocking()
+
+    def _check(self) -> None:
+        if self._is_given_up:
+            raise StorageUnavailable(f"{self.path}: given up, a file call hangs")
 
     def commit_blocking(self, slice_checksums: Sequence[int]) -> None:
         """Steps 3 to 7. On an error nothing is visible and the temporary file is gone."""
-        assert self.is_open, "commit before the first write"
+        with self._entered():
+            self._commit_blocking(slice_checksums)
+
+    def _commit_blocking(self, slice_checksums: Sequence[int]) -> None:
+        assert self._file.is_open, "commit before the first write"
         try:
             header = self._geometry.encode_header(self._chunk_hash, slice_checksums)
             # The last slice is padded to the alignment: the file ends on a whole block.
@@ -88,7 +129,7 @@ class ChunkWriter:
             self._file.write_blocking(header, 0)
             if self._file.has_moved:
                 self._check_slices(slice_checksums)
-            is_new = self._file.publish_blocking()
+            is_new = self._file.publish_blocking(self._check)
             if self._survives_power_loss:
                 self._sync_name()
             self._published_blocking(is_new)

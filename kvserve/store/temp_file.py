@@ -7,6 +7,7 @@ what it had taken before, so whoever publishes a file that `has_moved` reads it 
 """
 
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
@@ -55,6 +56,10 @@ def create_temp_blocking(
         if fd is not None:
             return temp, fd
     raise AssertionError(f"no free temporary name beside {path}")
+
+
+def _nothing() -> None:
+    pass
 
 
 class TempFile:
@@ -130,10 +135,11 @@ class TempFile:
             if self._fd is None:
                 self._fs.close(fd)
 
-    def publish_blocking(self) -> bool:
+    def publish_blocking(self, check: Callable[[], None] = _nothing) -> bool:
         """Closes the file, synced if it has to survive power loss, and gives it its name.
 
-        False if it replaced another file, whose mark (a pin) it keeps.
+        False if it replaced another file, whose mark (a pin) it keeps. `check` is called right
+        before: if it raises, the file does not get its name.
         """
         fd = self._give_up_fd()
         if fd is None:
@@ -147,14 +153,17 @@ class TempFile:
         replaced = self._fs.stat(self.path)
         if replaced is not None and replaced.is_marked:
             self._fs.mark(self._temp, is_marked=True)
+        check()
         self._fs.rename(self._temp, self.path)
         self._temp = None
         return replaced is None
 
     def abandon_blocking(self) -> None:
-        """Removes what was written; does nothing once published. May be called twice."""
-        fd = self._give_up_fd()
-        temp, self._temp = self._temp, None
+        """Removes what was written; does nothing once published. May be called twice, and by two
+        threads at once."""
+        with self._changed:
+            fd = self._give_up_fd()
+            temp, self._temp = self._temp, None
         try:
             if fd is not None:
                 self._fs.close(fd)

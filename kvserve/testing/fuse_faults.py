@@ -36,6 +36,8 @@ OPERATIONS = frozenset(
         "readdir",
         "statfs",
         "truncate",
+        "chmod",
+        "utimens",
     ]
 )
 _THREADS_MAX = 100
@@ -207,6 +209,16 @@ class PassThrough:
     def truncate(self, path: str | None, length: int, fh: int | None = None) -> int:
         self._faults.strike("truncate", self._path(path, fh))
         os.truncate(fh if fh is not None else self._real(path), length)
+        return 0
+
+    def chmod(self, path: str | None, mode: int) -> int:
+        self._faults.strike("chmod", self._path(path, None))
+        os.chmod(self._real(path), mode)
+        return 0
+
+    def utimens(self, path: str | None, times: tuple[int, int] | None = None) -> int:
+        self._faults.strike("utimens", self._path(path, None))
+        os.utime(self._real(path), ns=times or (time.time_ns(),) * 2)
         return 0
 
     def rename(self, old: str, new: str) -> int:

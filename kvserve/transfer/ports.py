@@ -1,6 +1,6 @@
 """What the pumps need of a store; `service` hands them the real one. See `store/chunk_store.py`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from kvserve.model import Verdict
@@ -17,7 +17,20 @@ C = TypeVar("C", bound=StoredChunk)
 C_contra = TypeVar("C_contra", bound=StoredChunk, contravariant=True)
 
 
-class SliceSource(Protocol[C_contra]):
+class ChunkHolder(Protocol[C_contra]):
+    """Keeps open what a call that hangs still uses."""
+
+    def hold(self, chunk: C_contra) -> None:
+        """The chunk stays open until `release`."""
+
+    def release(self, chunk: C_contra) -> None:
+        """The end of one `hold`."""
+
+    def hangs(self, chunk: C_contra, verdict: Verdict, still: Callable[[], bool]) -> None:
+        """A call on the chunk gave no answer in time; `still` tells whether it goes on."""
+
+
+class SliceSource(ChunkHolder[C_contra], Protocol[C_contra]):
     """Reads pieces of slices."""
 
     def read_cached(
@@ -45,3 +58,6 @@ class SliceSink(Protocol):
 
     def abandon_blocking(self) -> None:
         """Removes what was written. Raises `StorageError`; may be called twice."""
+
+    def give_up(self) -> None:
+        """A call above hangs: nothing is published, and whichever comes back last cleans up."""

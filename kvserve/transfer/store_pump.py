@@ -6,8 +6,9 @@ the client back. Up to two jobs on the fs threads write what is queued until not
 store costs no thread hop per frame (two, since each waits for Python's lock after every write);
 when frames come again there is a new job. Layers are reported by a task of their own, so that a
 prefill that waits for the report of a layer is never stuck behind its own next layer. A chunk whose
-write fails is dropped and reported; the others go on. Without space the last ones make room for the
-first (`room.py`).
+write fails is dropped and reported; the others go on. So is one whose write gives no answer in
+time: the writes behind it go to a new job. A second such chunk ends the store: the mount hangs.
+Without space the last chunks make room for the first (`room.py`).
 """
 
 import asyncio
@@ -15,12 +16,14 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any
 
-from kvserve.errors import KvserveError, StorageFull
+from kvserve.errors import KvserveError, StorageFull, StorageUnavailable
 from kvserve.format.frames import FrameHeader
+from kvserve.fs.custody import Custody
 from kvserve.model import ChunkStatus, Verdict
-from kvserve.transfer.batches import in_batches, quiet
+from kvserve.transfer.batches import Late, in_batches, overdue, quiet
 from kvserve.transfer.ports import SliceSink
 from kvserve.transfer.room import Room
 from kvserve.transfer.store_session import SliceWrite, StoreSession
@@ -43,9 +46,67 @@ def failure_verdict(error: KvserveError) -> Verdict:
     return Verdict(ChunkStatus.NO_SPACE if is_full else ChunkStatus.STORE_ERROR, str(error))
 
 
+class _WriteJob:
+    """Writes what is queued, a few frames, on an fs thread."""
+
+    def __init__(
+        self, queue: "deque[_Frame]", write_blocking: Callable[[SliceWrite], None]
+    ) -> None:
+        self._queue = queue
+        self._write_blocking = write_blocking
+        self._custody = Custody()
+        self._frame: _Frame | None = None
+        self._at = 0
+
+    def run_blocking(self, written: Callable[[int], object]) -> None:
+        """Calls `written` with the layer of each frame."""
+        # A few frames only: with many busy stores the threads must stay free for reads and lookups.
+        for _ in range(_FRAMES_A_JOB):
+            try:
+                if not self._custody.begin(self._take):
+                    return
+            except IndexError:
+                return
+            assert self._frame is not None
+            writes, layer_index = self._frame
+            while True:
+                try:
+                    self._write_blocking(writes[self._at])
+                finally:
+                    is_wanted = self._custody.end()
+                if not is_wanted:
+                    return
+                if self._at == len(writes) - 1:
+                    break
+                if not self._custody.begin(self._step):
+                    return
+            written(layer_index)
+
+    def give_up(self) -> tuple[SliceWrite | None, _Frame | None]:
+        """Call it once the job is overdue: the write that hangs, and the frame without it and what
+        came before it; None where there is none."""
+        hangs = self._custody.give_up()
+        if self._frame is None:
+            return None, None
+        writes, layer_index = self._frame
+        rest = writes[self._at + 1 :]
+        return writes[self._at] if hangs else None, (rest, layer_index) if hangs or rest else None
+
+    @property
+    def has_begun(self) -> bool:
+        return self._frame is not None
+
+    def _take(self) -> None:
+        self._frame = self._queue.popleft()
+        self._at = 0
+
+    def _step(self) -> None:
+        self._at += 1
+
+
 class StorePump:
     """Runs one store. `writer` gives the sink of a needed chunk, the same each time, and is called
-    by the fs threads; `verdicts`, by chunk index, say how each needed chunk ended.
+    by any thread; `verdicts`, by chunk index, say how each needed chunk ended.
 
     Call `feed` for each frame, then `finish`; always `close`.
     """
@@ -75,6 +136,8 @@ class StorePump:
         self._unwritten_of: dict[int, int] = {}
         self._whole_layers: set[int] = set()
         self._defect: BaseException | None = None
+        self._is_closed = False
+        self._hung: set[int] = set()
         self._to_report: deque[int] = deque()
         self._reporter: asyncio.Task[None] | None = None
         self.verdicts: dict[int, Verdict] = {}
@@ -108,7 +171,9 @@ class StorePump:
         if may_publish and self._session.is_complete:
             # The last first: what does not fit after all is not the head of the prefix.
             positions = range(len(self._session.needed) - 1, -1, -1)
-            await in_batches(self._threads, self._commit_blocking, positions)
+            await in_batches(
+                self._threads, self._commit_blocking, positions, late=self._commit_is_late
+            )
         else:
             text = f"the store ended early: {self._session.progress}"
             incomplete = Verdict(ChunkStatus.INCOMPLETE, text)
@@ -117,7 +182,11 @@ class StorePump:
             await self._reporter
 
     async def close(self) -> None:
-        """Waits until no thread writes any more; the writers are the caller's again."""
+        """Waits until no thread writes any more; the writers are the caller's again.
+
+        Writes that hang are left behind: their writers were told.
+        """
+        self._is_closed = True
         self._queue.clear()
         self._whole_layers.clear()  # nobody is told any more
         waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._idle.wait())]
@@ -141,12 +210,23 @@ class StorePump:
         self._jobs += 1
         self._idle.clear()
         loop = asyncio.get_running_loop()
-        job = loop.run_in_executor(self._threads, self._drain_blocking, loop)
-        job.add_done_callback(self._job_done)
+        job = _WriteJob(self._queue, self._write_blocking)
 
-    def _job_done(self, job: "asyncio.Future[None]") -> None:
+        def written(layer_index: int) -> None:
+            loop.call_soon_threadsafe(self._frame_written, layer_index)
+
+        future = loop.run_in_executor(self._threads, job.run_blocking, written)
+        future.add_done_callback(partial(self._job_done, job))
+
+    def _job_done(self, job: _WriteJob, future: "asyncio.Future[None]") -> None:
         self._jobs -= 1
-        self._defect = self._defect or job.exception()
+        error = overdue(future)
+        if error is not None:
+            self._give_up(job, error)
+        else:
+            self._defect = self._defect or future.exception()
+        if self._defect is not None:
+            self._room.set()
         if self._queue and self._defect is None:
             self._start_job()  # a frame came while the job was ending
         elif not self._jobs:
@@ -167,16 +247,20 @@ class StorePump:
             await self._layer_stored(self._to_report.popleft())
         self._reporter = None
 
-    def _drain_blocking(self, loop: asyncio.AbstractEventLoop) -> None:
-        # A few frames only: with many busy stores the threads must stay free for reads and lookups.
-        for _ in range(_FRAMES_A_JOB):
-            try:
-                writes, layer_index = self._queue.popleft()
-            except IndexError:
-                return
-            for write in writes:
-                self._write_blocking(write)
-            loop.call_soon_threadsafe(self._frame_written, layer_index)
+    def _give_up(self, job: _WriteJob, error: StorageUnavailable) -> None:
+        write, rest = job.give_up()
+        if write is not None:
+            self._hung.add(write.chunk_index)
+            self._writer(write.chunk_index).give_up()
+            verdict = Verdict(ChunkStatus.STORE_ERROR, str(error))
+            self.verdicts.setdefault(write.chunk_index, verdict)
+        if len(self._hung) > 1 or not job.has_begun:
+            self._defect = self._defect or error
+        elif rest is not None and not self._is_closed:
+            if rest[0]:
+                self._queue.appendleft(rest)
+            else:
+                self._frame_written(rest[1])
 
     def _write_blocking(self, write: SliceWrite) -> None:
         chances = _ROOM_MADE_MAX
@@ -193,6 +277,13 @@ class StorePump:
                 chances -= 1
             finally:
                 self._space.ended_blocking(write.chunk_index)
+
+    def _commit_is_late(self, position: int, late: Late) -> None:
+        chunk_index = self._session.needed[position]
+        if late.hangs is not None:
+            self._writer(chunk_index).give_up()
+        verdict = Verdict(ChunkStatus.STORE_ERROR, str(late.error))
+        self.verdicts.setdefault(chunk_index, verdict)
 
     def _commit_blocking(self, position: int) -> None:
         chunk_index = self._session.needed[position]

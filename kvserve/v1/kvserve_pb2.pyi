@@ -17,6 +17,7 @@ class ChunkStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CHUNK_STATUS_MISS_ERROR: _ClassVar[ChunkStatus]
     CHUNK_STATUS_MISS_EVICTED: _ClassVar[ChunkStatus]
     CHUNK_STATUS_MISS_EXPIRED: _ClassVar[ChunkStatus]
+    CHUNK_STATUS_MISS_TIMEOUT: _ClassVar[ChunkStatus]
     CHUNK_STATUS_NEEDED: _ClassVar[ChunkStatus]
     CHUNK_STATUS_STORED: _ClassVar[ChunkStatus]
     CHUNK_STATUS_KNOWN: _ClassVar[ChunkStatus]
@@ -41,6 +42,7 @@ CHUNK_STATUS_MISS_CORRUPT: ChunkStatus
 CHUNK_STATUS_MISS_ERROR: ChunkStatus
 CHUNK_STATUS_MISS_EVICTED: ChunkStatus
 CHUNK_STATUS_MISS_EXPIRED: ChunkStatus
+CHUNK_STATUS_MISS_TIMEOUT: ChunkStatus
 CHUNK_STATUS_NEEDED: ChunkStatus
 CHUNK_STATUS_STORED: ChunkStatus
 CHUNK_STATUS_KNOWN: ChunkStatus

@@ -16,7 +16,7 @@ from kvserve.errors import InvalidRequest, StorageError, StorageUnavailable
 from kvserve.format.chunk_file import checksum
 from kvserve.fs import Entry, FileSystem, PosixFileSystem
 from kvserve.model import Layout, attention, opaque
-from kvserve.store.chunk_store import ChunkLocations
+from kvserve.store.locations import ChunkLocations
 from kvserve.testing.faulty_fs import CHANGING, FaultyFileSystem
 from tests.care.damaged_tree import (
     damage,

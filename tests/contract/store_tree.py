@@ -9,10 +9,11 @@ from kvserve.format.chunk_file import checksum
 from kvserve.fs import FileSystem, PosixFileSystem
 from kvserve.model import ChunkStatus, Descriptor, Verdict
 from kvserve.policy.quota import Quotas
-from kvserve.store.chunk_store import ChunkLocations, ChunkStore, StorePolicy
+from kvserve.store.chunk_store import ChunkStore, StorePolicy
 from kvserve.store.departures import Departures
 from kvserve.store.known import KnownChunks
 from kvserve.store.ledger import Ledger
+from kvserve.store.locations import ChunkLocations
 from kvserve.store.open_chunks import OpenChunk, OpenChunks
 from kvserve.store.paths import TempNames
 from kvserve.store.publish import ChunkWriter

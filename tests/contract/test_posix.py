@@ -11,6 +11,7 @@ import pytest
 
 from kvserve.errors import Overloaded, QuotaExceeded, StorageFull, StorageUnavailable
 from kvserve.fs import FileSystem, PosixFileSystem
+from kvserve.testing.faulty_fs import CHANGING, READING, FaultyFileSystem
 from tests.contract.file_system_contract import KV, FileSystemContract
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -30,6 +31,21 @@ class OnDisk(FileSystemContract):
 
 
 class TestPosix(OnDisk):
+    @pytest.fixture
+    def tree(self, tmp_path: Path) -> str:
+        return str(tmp_path)
+
+
+class TestFaulty(OnDisk):
+    """The test double keeps the contract as long as its faults are for other paths."""
+
+    @pytest.fixture
+    def fs(self) -> FileSystem:
+        fs = FaultyFileSystem()
+        fs.hang("another-path", READING | CHANGING)
+        fs.fail("another-path", READING | CHANGING)
+        return fs
+
     @pytest.fixture
     def tree(self, tmp_path: Path) -> str:
         return str(tmp_path)

@@ -4,6 +4,11 @@ Whatever happens around it, abandoned and failed writers leave nothing, two writ
 not disturb each other, and files are given back.
 """
 
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -210,6 +215,77 @@ class TestFailingPuts:
         with pytest.raises(StorageUnavailable):
             tree.put(0)
         assert tree.status(0) == ABSENT
+
+
+class TestGivenUp:
+    """A call hangs and nobody waits for it: nothing is published, whoever comes back cleans up."""
+
+    @pytest.mark.parametrize("verb", ["create", "write_all", "close"])
+    def test_the_call_that_hangs_cleans_up(self, tmp_path: Path, verb: str) -> None:
+        fs = FaultyFileSystem()
+        tree = Tree(tmp_path / "kv", fs=fs)
+        before = open_files()
+        writer = tree.store.writer(tree.where, 0)
+        fs.hang(tree.file(0).name, [verb])
+        thread = threading.Thread(target=swallow, args=(tree.write_whole, writer, 0))
+        thread.start()
+        while not fs.attempts(verb, tree.file(0).name):
+            time.sleep(0.001)
+        writer.give_up()
+        assert not writer.is_open, "it is not for the request to abandon"
+        fs.heal()
+        thread.join(10)
+        assert tree.files() == []
+        assert open_files() == before
+        assert " 0 files" in repr(tree.store)
+        with pytest.raises(StorageUnavailable, match="given up"):
+            tree.write_whole(writer, 0)
+        assert tree.files() == []
+
+    def test_the_last_of_several_cleans_up(self, tmp_path: Path) -> None:
+        """The file stays open for the others: its number must not name another file meanwhile."""
+        fs = FaultyFileSystem()
+        tree = Tree(tmp_path / "kv", fs=fs)
+        writer = tree.begin(0, range(1))
+        gates = [threading.Event(), threading.Event()]
+        entered = threading.Barrier(3)
+
+        def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
+            layer = 1 if len(data) == SIZES[1] else 2
+            entered.wait(10)
+            gates[layer - 1].wait(10)
+            os.pwrite(fd, data, offset)
+
+        fs.write_all = write_all  # type: ignore[method-assign]
+        data = [memoryview(slice_of(layer, 0, SIZES[layer])) for layer in (1, 2)]
+        threads = [
+            threading.Thread(target=writer.write_blocking, args=(layer, 0, data[layer - 1]))
+            for layer in (1, 2)
+        ]
+        for thread in threads:
+            thread.start()
+        entered.wait(10)
+        writer.give_up()
+        gates[0].set()
+        threads[0].join(10)
+        assert len(tree.files()) == 1, "one still writes to it"
+        gates[1].set()
+        threads[1].join(10)
+        assert tree.files() == []
+
+    def test_where_no_call_runs_the_request_abandons(self, tree: Tree) -> None:
+        writer = tree.begin(0)
+        writer.give_up()
+        assert writer.is_open
+        with pytest.raises(StorageUnavailable, match="given up"):
+            writer.commit_blocking(tree.sums(0))
+        writer.abandon_blocking()
+        assert tree.files() == []
+
+
+def swallow(call: Callable[..., object], *args: object) -> None:
+    with suppress(StorageUnavailable):
+        call(*args)
 
 
 class TestOpenFilesBudget:

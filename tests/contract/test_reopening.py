@@ -98,8 +98,9 @@ def test_many_readers_share_the_new_descriptor(tree: Tree, fs: EvictedFileSystem
 
 
 def test_the_second_time_it_is_a_miss_and_the_next_reader_opens_anew(
-    tree: Tree, fs: EvictedFileSystem
+    tree: Tree, fs: EvictedFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("kvserve.store.failing._FAILING_S", 0.0)
     before = open_files()
     chunk = tree.opened(0)
     for _ in range(2):

@@ -19,6 +19,7 @@ from kvserve.format.frames import FrameHeader
 from kvserve.metrics import Metrics
 from kvserve.model import ChunkStatus, Descriptor, Verdict
 from kvserve.service import Service
+from kvserve.storage_health import StorageHealth
 from kvserve.store.owners import Owner
 from kvserve.store.sweep import sweep_blocking
 from kvserve.testing.faulty_fs import CHANGING, READING, FaultyFileSystem
@@ -47,6 +48,7 @@ def service_over(
         threads,
         LimitsConfig(),
         Metrics(tree),
+        health=StorageHealth(),
         lease_ttl_s_max=60.0,
         store_refused=lambda: None,
     )

@@ -11,7 +11,7 @@ from kvserve.model import Descriptor
 from kvserve.rpc import requests
 from kvserve.rpc.requests import DescriptorReader, KeptLocations, parse_bounded
 from kvserve.service import Service
-from kvserve.store.chunk_store import ChunkLocations
+from kvserve.store.locations import ChunkLocations
 from kvserve.transfer.long_steps import LongSteps
 from kvserve.v1 import kvserve_pb2 as pb
 from tests.payload import small_descriptor

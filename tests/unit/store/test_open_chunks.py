@@ -215,3 +215,21 @@ class TestForget:
 
     def test_forgetting_what_is_not_open_is_harmless(self, tree: Path) -> None:
         Cache(tree, 8).chunks.forget(str(tree / "0"))
+
+
+def test_a_held_chunk_stays_open_when_its_transfer_has_ended(tree: Path) -> None:
+    """A read that hangs still uses the descriptor: it must not become another file's."""
+    cache = Cache(tree, 4)
+    chunk = cache.acquire(0)
+    cache.chunks.hold(chunk)
+    cache.chunks.forget(chunk.path)
+    cache.chunks.release(chunk)
+    cache.chunks.close_idle_blocking()
+    assert chunk.fd is not None
+    os.fstat(chunk.fd)
+    assert cache.taken == 1
+    cache.chunks.release(chunk)
+    cache.chunks.close_released_blocking()
+    assert cache.taken == 0
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(chunk.fd)

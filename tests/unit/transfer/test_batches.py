@@ -2,12 +2,15 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvserve.transfer.batches import in_batches
+from kvserve.errors import StorageUnavailable
+from kvserve.fs.threads import FsThreads
+from kvserve.transfer.batches import Late, in_batches
 
 
 @pytest.fixture
@@ -80,3 +83,109 @@ async def test_a_cancelled_wait_ends_only_when_no_call_runs(threads: ThreadPoolE
     with pytest.raises(asyncio.CancelledError):
         await task
     assert running == []
+
+
+class Hanging:
+    """A call that hangs for some indexes until `may_end`; `given` counts what was handed out."""
+
+    def __init__(self, *hang: int) -> None:
+        self.hang = set(hang)
+        self.may_end = threading.Event()
+        self.calls: list[int] = []
+        self.given: list[int] = []
+        self.taken_back: list[int] = []
+
+    def call(self, index: int) -> int:
+        self.calls.append(index)
+        if index in self.hang:
+            self.may_end.wait(30)
+        self.given.append(index)
+        return index
+
+    def late(self, index: int, late: Late) -> int:
+        return -1 if late.hangs is not None and late.hangs() else -2
+
+
+TIMEOUT_S = 0.2
+
+
+class TestCallsThatHang:
+    @pytest.fixture
+    def fs_threads(self) -> Iterator[FsThreads]:
+        with FsThreads(8, timeout_s=TIMEOUT_S) as threads:
+            yield threads
+
+    @staticmethod
+    async def settled(threads: FsThreads, calls: Hanging) -> None:
+        calls.may_end.set()
+        while threads.hung:
+            await asyncio.sleep(0.005)
+
+    async def test_one_that_hangs_is_late_and_those_behind_it_get_another_try(
+        self, fs_threads: FsThreads
+    ) -> None:
+        calls = Hanging(20)
+        found = await in_batches(
+            fs_threads, calls.call, range(300), late=calls.late, take_back=calls.taken_back.append
+        )
+        assert found == [*range(20), -1, *range(21, 300)]
+        assert sorted(calls.calls) == list(range(300)), "each once"
+        assert calls.taken_back == []
+        await self.settled(fs_threads, calls)
+        assert calls.taken_back == [20], "by its thread"
+
+    @pytest.mark.parametrize(
+        ("fine", "threads_lost"),
+        [((), 8), ((0,), 16)],
+        ids=["a mount", "one chunk answers"],
+    )
+    async def test_when_all_hang_it_ends_in_time(
+        self, fs_threads: FsThreads, fine: tuple[int, ...], threads_lost: int
+    ) -> None:
+        """Without a second round where the first had no answer at all."""
+        calls = Hanging(*(set(range(1000)) - set(fine)))
+        began = time.monotonic()
+        found = await in_batches(fs_threads, calls.call, range(1000), late=calls.late)
+        assert time.monotonic() - began < 2 * TIMEOUT_S + 1
+        assert found.count(-1) == len(calls.calls) - len(fine) == threads_lost
+        assert found.count(-2) == 1000 - threads_lost - len(fine)
+        await self.settled(fs_threads, calls)
+        assert len(calls.calls) == threads_lost + len(fine), "who comes back does not go on"
+
+    async def test_without_late_it_raises_and_takes_back(self, fs_threads: FsThreads) -> None:
+        calls = Hanging(150)
+        with pytest.raises(StorageUnavailable, match="did not end within"):
+            await in_batches(fs_threads, calls.call, range(200), take_back=calls.taken_back.append)
+        await self.settled(fs_threads, calls)
+        assert sorted(calls.taken_back) == sorted(calls.given)
+
+    async def test_cancelled_it_ends_in_time_and_takes_back(self, fs_threads: FsThreads) -> None:
+        calls = Hanging(150)
+        task = asyncio.create_task(
+            in_batches(
+                fs_threads,
+                calls.call,
+                range(200),
+                late=calls.late,
+                take_back=calls.taken_back.append,
+            )
+        )
+        while 150 not in calls.calls:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, TIMEOUT_S + 1)
+        await self.settled(fs_threads, calls)
+        assert sorted(calls.taken_back) == sorted(calls.given)
+
+    async def test_a_call_that_raises_takes_back_too(self, fs_threads: FsThreads) -> None:
+        calls = Hanging()
+
+        def call(index: int) -> int:
+            if index == 170:
+                raise ValueError("one")
+            return calls.call(index)
+
+        with pytest.raises(ValueError, match="one"):
+            await in_batches(fs_threads, call, range(200), take_back=calls.taken_back.append)
+        assert sorted(calls.taken_back) == sorted(calls.given)

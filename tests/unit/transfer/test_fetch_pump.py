@@ -1,15 +1,19 @@
 """The server's side of one fetch: frames in order, verified, bounded, and quiet at its end."""
 
 import asyncio
+import gc
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
 
 from kvserve.format.chunk_file import checksum
 from kvserve.format.frames import FrameHeader
+from kvserve.fs.threads import FsThreads
 from kvserve.model import ChunkStatus, Verdict
 from kvserve.transfer.fetch_pump import FetchPump
 from kvserve.transfer.turns import Turns
@@ -45,6 +49,8 @@ class MemorySource:
     gate: threading.Event = field(default_factory=threading.Event)
     gates: dict[int, threading.Event] = field(default_factory=dict)
     running: int = 0
+    held: list[int] = field(default_factory=list)
+    hanging: dict[int, Callable[[], bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.lock = threading.Lock()
@@ -69,6 +75,15 @@ class MemorySource:
 
     def reject_blocking(self, chunk: Chunk) -> None:
         self.rejected.append(chunk.index)
+
+    def hold(self, chunk: Chunk) -> None:
+        self.held.append(chunk.index)
+
+    def release(self, chunk: Chunk) -> None:
+        self.held.remove(chunk.index)
+
+    def hangs(self, chunk: Chunk, verdict: Verdict, still: Callable[[], bool]) -> None:
+        self.hanging[chunk.index] = still
 
 
 @dataclass
@@ -128,7 +143,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 def pump_of(
     source: MemorySource,
     plane: RecordingPlane,
-    threads: ThreadPoolExecutor,
+    threads: Executor,
     chunks: Sequence[Chunk | None],
     *,
     frame_size_bytes: int = 1 << 20,
@@ -315,3 +330,120 @@ class TestEnds:
         with pytest.raises(ConnectionError):
             await task
         assert source.running == 0
+
+
+class TestReadsThatHang:
+    @pytest.fixture
+    def fs_threads(self) -> Iterator[FsThreads]:
+        with FsThreads(8, timeout_s=0.2) as threads:
+            yield threads
+
+    @staticmethod
+    async def come_back(threads: FsThreads, *gates: threading.Event) -> None:
+        for gate in gates:
+            gate.set()
+        while threads.hung:
+            await asyncio.sleep(0.005)
+
+    async def test_it_takes_its_chunk_out_and_keeps_what_it_touches(
+        self, fs_threads: FsThreads
+    ) -> None:
+        gate = threading.Event()
+        source, plane = MemorySource(is_cached=False, gates={1: gate}), RecordingPlane()
+        chunks = [stored(index) for index in range(4)]
+        pump = pump_of(source, plane, fs_threads, chunks, frame_size_bytes=256, frames_in_flight=2)
+        await pump.run(LAYERS)
+        assert plane.slices() == whole([0, 2, 3])
+        assert [index for index, _ in plane.misses] == [1]
+        assert pump.faults[1].status is ChunkStatus.MISS_TIMEOUT
+        assert "did not end within 0.2 s" in pump.faults[1].message
+        assert pump.has_read
+        assert set(source.held) == {1}, "open as long as the read hangs"
+        assert source.hanging[1]()
+        await self.come_back(fs_threads, gate)
+        assert source.held == []
+        assert not source.hanging[1]()
+        assert plane.slices() == whole([0, 2, 3])
+
+    async def test_the_memory_of_its_frame_lives_as_long_as_it(self, fs_threads: FsThreads) -> None:
+        """A gRPC frame's view does not own its bytes: a late read would write into anything."""
+        frames: list[weakref.ref[Frame]] = []
+
+        class Watching(RecordingPlane):
+            def new_frame(self, header: FrameHeader, payload_size_bytes: int) -> Frame:
+                frame = super().new_frame(header, payload_size_bytes)
+                frames.append(weakref.ref(frame))
+                return frame
+
+        def alive() -> int:
+            gc.collect()
+            return sum(frame() is not None for frame in frames)
+
+        gate = threading.Event()
+        source = MemorySource(is_cached=False, gates={1: gate})
+        chunks = [stored(0), stored(1)]
+        await pump_of(
+            source, Watching(), fs_threads, chunks, frame_size_bytes=256, frames_in_flight=1
+        ).run([0])
+        assert alive() == 1
+        await self.come_back(fs_threads, gate)
+        deadline = time.monotonic() + 10
+        while alive():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+
+    async def test_those_behind_it_in_its_frame_are_late_too(self, fs_threads: FsThreads) -> None:
+        gate = threading.Event()
+        source, plane = MemorySource(is_cached=False, gates={1: gate}), RecordingPlane()
+        pump = pump_of(source, plane, fs_threads, [stored(index) for index in range(4)])
+        await pump.run([0])
+        assert plane.slices() == whole([0], [0])
+        assert [index for index, _ in plane.misses] == [1, 2, 3]
+        assert list(source.hanging) == [1], "of the others nobody knows"
+        await self.come_back(fs_threads, gate)
+
+    async def test_when_all_hang_it_ends_after_two_timeouts(self, fs_threads: FsThreads) -> None:
+        source, plane = MemorySource(is_cached=False), RecordingPlane()
+        source.gate.clear()
+        chunks = [stored(index) for index in range(60)]
+        pump = pump_of(source, plane, fs_threads, chunks, frame_size_bytes=256, frames_in_flight=4)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await pump.run(LAYERS)
+        assert loop.time() - began < 1.5
+        assert plane.sent == []
+        assert [index for index, _ in plane.misses] == list(range(60))
+        assert len(source.held) == source.running <= 12
+        assert not pump.has_read
+        await self.come_back(fs_threads, source.gate)
+        assert source.held == []
+
+    async def test_a_cancelled_fetch_leaves_reads_behind_in_time(
+        self, fs_threads: FsThreads
+    ) -> None:
+        source, plane = MemorySource(is_cached=False), RecordingPlane()
+        source.gate.clear()
+        chunks = [stored(index) for index in range(10)]
+        pump = pump_of(source, plane, fs_threads, chunks, frame_size_bytes=256)
+        task = asyncio.create_task(pump.run(LAYERS))
+        while source.running < 4:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 5)
+        assert sorted(source.held) == [0, 1, 2, 3]
+        await self.come_back(fs_threads, source.gate)
+        assert source.held == []
+
+    async def test_setting_aside_that_hangs(self, fs_threads: FsThreads) -> None:
+        chunks = [stored(0), stored(1)]
+        chunks[0].slices[0][0] ^= 1
+        source, plane = MemorySource(), RecordingPlane()
+        may_end = threading.Event()
+        source.reject_blocking = lambda chunk: may_end.wait(10) and None  # type: ignore[method-assign]
+        await pump_of(source, plane, fs_threads, chunks).run(LAYERS)
+        assert plane.misses[0][1].status is ChunkStatus.MISS_CORRUPT
+        assert plane.slices() == whole([1])
+        assert source.held == [0]
+        await self.come_back(fs_threads, may_end)
+        assert source.held == []

@@ -3,13 +3,14 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 import pytest
 
 from kvserve.errors import InvalidRequest, Overloaded, StorageFull, StorageUnavailable
 from kvserve.format.chunk_file import checksum
 from kvserve.format.frames import FrameHeader
+from kvserve.fs.threads import FsThreads
 from kvserve.model import ChunkStatus, Verdict
 from kvserve.transfer.store_pump import StorePump, failure_verdict
 from kvserve.transfer.store_session import StoreSession
@@ -31,6 +32,7 @@ class MemorySink:
         self.writes = 0
         self.is_abandoned = False
         self.abandoned: Callable[[], None] = lambda: None
+        self.is_given_up = False
 
     def write_blocking(self, layer_index: int, slice_offset: int, data: memoryview) -> None:
         assert self.gate.wait(10)
@@ -48,6 +50,9 @@ class MemorySink:
         self.is_abandoned = True
         self.abandoned()
 
+    def give_up(self) -> None:
+        self.is_given_up = True
+
     def is_whole(self, index: int) -> bool:
         wanted = [slice_of(layer, index, size) for layer, size in enumerate(SMALL.slice_sizes)]
         return self.slices == wanted and self.committed == [checksum(data) for data in wanted]
@@ -56,7 +61,7 @@ class MemorySink:
 class Store:
     """A pump over sinks in memory; `stored_layers` is what the client was told."""
 
-    def __init__(self, threads: ThreadPoolExecutor, frames_in_flight: int = 4) -> None:
+    def __init__(self, threads: Executor, frames_in_flight: int = 4) -> None:
         self.gate = threading.Event()
         self.gate.set()
         self.sinks = {index: MemorySink(self.gate) for index in NEEDED}
@@ -234,6 +239,78 @@ async def test_close_waits_for_the_threads(threads: ThreadPoolExecutor) -> None:
     await closing
     assert all(sink.writes == 1 for sink in store.sinks.values())
     assert store.stored_layers == [], "nobody is told any more"
+
+
+class TestWritesThatHang:
+    @pytest.fixture
+    def fs_threads(self) -> Iterator[FsThreads]:
+        with FsThreads(4, timeout_s=0.2) as threads:
+            yield threads
+
+    async def test_one_chunk_is_dropped_and_what_was_behind_it_is_written(
+        self, fs_threads: FsThreads
+    ) -> None:
+        store = Store(fs_threads, frames_in_flight=2)
+        store.sinks[2].gate = threading.Event()
+        for layer_index in (0, 1):
+            await store.send(layer_index, frame_size_bytes=600)
+        await store.pump.finish(may_publish=True)
+        await store.pump.close()
+        late = store.pump.verdicts[2]
+        assert late.status is ChunkStatus.STORE_ERROR
+        assert "did not end within 0.2 s" in late.message
+        assert store.pump.verdicts == {1: STORED, 2: late, 5: STORED}
+        assert store.sinks[1].is_whole(1)
+        assert store.sinks[5].is_whole(5)
+        assert [store.sinks[index].is_given_up for index in NEEDED] == [False, True, False]
+        assert store.stored_layers == [0, 1]
+        store.sinks[2].gate.set()
+        while fs_threads.hung:
+            await asyncio.sleep(0.005)
+        assert sum(sink.writes for sink in store.sinks.values()) >= 5
+        assert store.stored_layers == [0, 1], "the thread that came back reports nothing"
+
+    async def test_a_second_chunk_ends_the_store(self, fs_threads: FsThreads) -> None:
+        store = Store(fs_threads)
+        store.gate.clear()
+        await store.send(0)
+        with pytest.raises(StorageUnavailable, match="did not end within"):
+            await store.pump.finish(may_publish=True)
+        await store.pump.close()
+        assert sum(sink.is_given_up for sink in store.sinks.values()) >= 2
+        store.gate.set()
+
+    async def test_close_leaves_a_write_behind_in_time(self, fs_threads: FsThreads) -> None:
+        store = Store(fs_threads)
+        store.gate.clear()
+        await store.send(0)
+        while store.pump._queue:
+            await asyncio.sleep(0)
+        await asyncio.wait_for(store.pump.close(), 5)
+        assert [sink.is_given_up for sink in store.sinks.values()] == [True, False, True]
+        store.gate.set()
+        while fs_threads.hung:
+            await asyncio.sleep(0.005)
+        assert [sink.writes for sink in store.sinks.values()] == [1, 0, 1]
+
+    async def test_a_commit_that_hangs(self, fs_threads: FsThreads) -> None:
+        store = Store(fs_threads)
+        may_end = threading.Event()
+        commit = store.sinks[1].commit_blocking
+
+        def hang(slice_checksums: list[int]) -> None:
+            may_end.wait(10)
+            commit(slice_checksums)
+
+        store.sinks[1].commit_blocking = hang  # type: ignore[method-assign]
+        for layer_index in (0, 1):
+            await store.send(layer_index)
+        await store.pump.finish(may_publish=True)
+        assert store.pump.verdicts[1].status is ChunkStatus.STORE_ERROR
+        assert store.pump.verdicts[2] == store.pump.verdicts[5] == STORED
+        assert store.sinks[1].is_given_up
+        await store.pump.close()
+        may_end.set()
 
 
 def test_reasons_of_failures() -> None:

@@ -1,0 +1,271 @@
+"""Use cases that move payload: fetch and store."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+
+from kvserve.config import LimitsConfig
+from kvserve.errors import StorageError, StorageUnavailable
+from kvserve.lookups import Lookups
+from kvserve.metrics import Metrics
+from kvserve.model import ChunkStatus, Descriptor, Verdict
+from kvserve.open_tree import OpenTree
+from kvserve.storage_health import StorageHealth
+from kvserve.store.chunk_store import HIT
+from kvserve.store.locations import ChunkLocations
+from kvserve.store.open_chunks import OpenChunk
+from kvserve.store.publish import ChunkWriter
+from kvserve.transfer.batches import Late, in_batches
+from kvserve.transfer.fetch_pump import FetchPump
+from kvserve.transfer.long_steps import LongSteps
+from kvserve.transfer.planes.base import FetchPlane, StorePlane
+from kvserve.transfer.store_pump import StorePump
+from kvserve.transfer.store_session import StoreSession
+from kvserve.transfer.turns import Turns
+
+log = logging.getLogger(__name__)
+
+_REFUSED = Verdict(
+    ChunkStatus.NO_SPACE,
+    "the limit of the tree or of the tenant is reached (settings [capacity]); retry when eviction "
+    "has made room",
+)
+
+
+class Transfers:
+    """One per server; whom to let in is decided before."""
+
+    def __init__(
+        self,
+        tree: OpenTree,
+        threads: Executor,
+        limits: LimitsConfig,
+        metrics: Metrics,
+        *,
+        lookups: Lookups,
+        long_steps: LongSteps,
+        health: StorageHealth,
+        turns: Turns,
+        store_refused: Callable[[], None],
+    ) -> None:
+        self._tree = tree
+        self._store = tree.store
+        self._threads = threads
+        self._limits = limits
+        self._metrics = metrics
+        self._lookups = lookups
+        self._long_steps = long_steps
+        self._health = health
+        self._turns = turns
+        self._store_refused = store_refused
+
+    async def fetch(self, where: ChunkLocations, layers: Sequence[int], plane: FetchPlane) -> None:
+        """Sends `layers` in order over `plane`; empty means all, in the descriptor's order."""
+        descriptor = where.descriptor
+        opened: list[OpenChunk | Verdict | None] = []
+        try:
+            answers = await self._open(where, opened)
+            pump, verdicts = await self._long_steps.run(
+                descriptor.chunk_count, lambda: self._fetch_pump(descriptor, opened, plane)
+            )
+            await self._lookups.explain(descriptor, verdicts)
+            self._metrics.answered("fetch", verdicts)
+            await plane.head(verdicts)
+            try:
+                await pump.run(layers or descriptor.layer_order)
+            finally:
+                # Hits in the head that turned out to be misses.
+                self._metrics.answered("fetch", list(pump.faults.values()))
+            # Reads count for more than opens, which a file system may answer from memory.
+            read = {fault.status for fault in pump.faults.values()}
+            if pump.has_read:
+                read.add(ChunkStatus.HIT)
+            self._health.note_reading(read or answers)
+        finally:
+            await self._long_steps.run(len(opened), lambda: self._release(opened))
+
+    def _fetch_pump(
+        self,
+        descriptor: Descriptor,
+        opened: Sequence[OpenChunk | Verdict | None],
+        plane: FetchPlane,
+    ) -> tuple[FetchPump[OpenChunk], list[Verdict]]:
+        chunks = [found if isinstance(found, OpenChunk) else None for found in opened]
+        pump = FetchPump(
+            self._store,
+            self._threads,
+            plane,
+            layout=descriptor.layout,
+            chunks=chunks,
+            frame_size_bytes=self._limits.frame_size_bytes,
+            frames_in_flight=self._limits.frames_in_flight,
+            turns=self._turns,
+        )
+        self._tree.recency.fetched(chunks, time.time())
+        return pump, [found if isinstance(found, Verdict) else HIT for found in opened]
+
+    async def _open(
+        self, where: ChunkLocations, opened: list[OpenChunk | Verdict | None]
+    ) -> set[ChunkStatus]:
+        """Fills `opened`; whatever happens, what is in it must be released.
+
+        Returns how those chunks ended that the file system was asked for.
+        """
+        cache = self._store.open_chunks
+
+        def acquire() -> list[int]:
+            opened.extend(cache.acquire_all(where.paths))
+            missing = [index for index, found in enumerate(opened) if found is None]
+            failing = self._store.failing(where, missing)
+            for index, verdict in failing.items():
+                opened[index] = verdict
+            return [index for index in missing if index not in failing] if failing else missing
+
+        def late(index: int, late: Late) -> Verdict:
+            return self._store.late(where, index, late.error, late.hangs)
+
+        def take_back(found: OpenChunk | Verdict) -> None:
+            if isinstance(found, OpenChunk):
+                cache.release(found)
+
+        missing = await self._long_steps.run(where.descriptor.chunk_count, acquire)
+        results = await in_batches(
+            self._threads,
+            lambda index: self._store.open_blocking(where, index),
+            missing,
+            late=late,
+            take_back=take_back,
+        )
+
+        def fill_in() -> set[ChunkStatus]:
+            for index, result in zip(missing, results, strict=True):
+                opened[index] = result
+            return {it.status if isinstance(it, Verdict) else ChunkStatus.HIT for it in results}
+
+        return await self._long_steps.run(len(missing), fill_in)
+
+    def _release(self, opened: Sequence[OpenChunk | Verdict | None]) -> None:
+        self._store.open_chunks.release_all(
+            found for found in opened if isinstance(found, OpenChunk)
+        )
+
+    async def store(self, where: ChunkLocations, plane: StorePlane) -> None:
+        """Takes the payload of every chunk that is not stored yet and publishes each when whole.
+
+        Raises:
+            StorageUnavailable: the file system gives no answer.
+        """
+        self._health.check_may_store()
+        try:
+            verdicts = await self._stored(where, plane)
+        except StorageUnavailable:
+            self._health.note_writing([ChunkStatus.STORE_ERROR])
+            raise
+        chunk_count = where.descriptor.chunk_count
+        known, now = Verdict(ChunkStatus.KNOWN), time.time()
+
+        def ended() -> tuple[list[Verdict], set[ChunkStatus]]:
+            for index, verdict in verdicts.items():
+                if verdict.status is ChunkStatus.STORED:
+                    self._tree.recency.stored(where.path(index), index, now)
+            result = [verdicts.get(index, known) for index in range(chunk_count)]
+            return result, {verdict.status for verdict in verdicts.values()}
+
+        result, statuses = await self._long_steps.run(chunk_count, ended)
+        self._health.note_writing(statuses)
+        self._metrics.answered("store", result)
+        await plane.result(result)
+
+    async def _stored(self, where: ChunkLocations, plane: StorePlane) -> dict[int, Verdict]:
+        """Runs a store; how each chunk ended that was not stored before."""
+        ledger, tenant = self._store.ledger, where.descriptor.tenant
+        file_size_bytes = where.geometry.file_size_bytes
+        missing = await self._lookups.missing(where)
+        let_in = ledger.reserve(tenant, file_size_bytes, len(missing))
+        # The head of the prefix first: the tail is of no use without it.
+        needed, refused = missing[:let_in], missing[let_in:]
+        if refused:
+            self._store_refused()
+        writers: dict[int, ChunkWriter] = {}
+
+        def writer(index: int) -> ChunkWriter:
+            # Made by a chunk's first write; of two threads that do so at once one wins.
+            found = writers.get(index)
+            return found or writers.setdefault(index, self._store.writer(where, index))
+
+        try:
+            if needed:
+                await self._lookups.run(
+                    self._store.ensure_namespace_blocking, where.descriptor.key(0)
+                )
+            # Their files are made by the first write: the client need not wait for that.
+            await plane.needs(
+                await self._long_steps.run(
+                    where.descriptor.chunk_count,
+                    lambda: _store_statuses(where.descriptor.chunk_count, needed, refused),
+                )
+            )
+            verdicts = await self._received(where, needed, plane, writer)
+        finally:
+            try:
+                await self._abandon_left(writers)
+            finally:
+                ledger.unreserve(tenant, file_size_bytes, let_in)
+        return dict.fromkeys(refused, _REFUSED) | verdicts
+
+    async def _received(
+        self,
+        where: ChunkLocations,
+        needed: Sequence[int],
+        plane: StorePlane,
+        writer: Callable[[int], ChunkWriter],
+    ) -> dict[int, Verdict]:
+        session = StoreSession(
+            where.descriptor.layout, needed, frame_size_bytes_max=self._limits.frame_size_bytes
+        )
+        pump = StorePump(
+            session,
+            writer,
+            self._threads,
+            layer_stored=plane.layer_stored,
+            frames_in_flight=self._limits.frames_in_flight,
+        )
+        try:
+            async for header, payload in plane.frames():
+                await pump.feed(header, payload)
+            await pump.finish(may_publish=plane.is_finished)
+        finally:
+            await pump.close()
+        return pump.verdicts
+
+    async def _abandon_left(self, writers: dict[int, ChunkWriter]) -> None:
+        # Not those on which a call hangs: it cleans up when it comes back. It may add a writer yet.
+        left = [writer for writer in list(writers.values()) if writer.is_open]
+
+        def late(position: int, late: Late) -> None:
+            log.warning("a file is left for now: %s", late.error)
+            if late.hangs is None:
+                self._store.abandon_later(left[position])
+
+        await in_batches(
+            self._threads, lambda position: _abandon(left[position]), range(len(left)), late=late
+        )
+
+
+def _store_statuses(
+    chunk_count: int, needed: Sequence[int], refused: Sequence[int]
+) -> list[ChunkStatus]:
+    statuses = [ChunkStatus.KNOWN] * chunk_count
+    for index in needed:
+        statuses[index] = ChunkStatus.NEEDED
+    for index in refused:
+        statuses[index] = ChunkStatus.NO_SPACE
+    return statuses
+
+
+def _abandon(writer: ChunkWriter) -> None:
+    # One file that cannot be removed must not keep the others.
+    with suppress(StorageError):
+        writer.abandon_blocking()
