@@ -11,9 +11,10 @@ from pathlib import Path
 
 from kvserve.format.chunk_file import ChunkGeometry
 from kvserve.model import Descriptor, Layout, ModelIdentity, opaque
-from kvserve.store.paths import chunk_path, fan_dirs, shard_dir
+from kvserve.store.paths import chunk_path, shard_dir
 
 LOOKUP_CHUNKS = 64
+_NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY
 
 _IDENTITY = ModelIdentity(
     "kvserve-many",
@@ -35,11 +36,11 @@ class ManyChunks:
     """The chunks 0 to `count` of one shard under `root`."""
 
     def __init__(self, root: Path) -> None:
+        self.root = root
         self.count = 0
         first = many_descriptor(many_hashes(0, 1)).key(0)
         self._size_bytes = ChunkGeometry(first).file_size_bytes
         self._shard = f"{root}/{shard_dir(first)}"
-        self._fans = [f"{root}/{directory}" for directory in fan_dirs(shard_dir(first))]
 
     @property
     def size_bytes(self) -> int:
@@ -48,12 +49,13 @@ class ManyChunks:
 
     def grow_blocking(self, count: int) -> None:
         """Makes the files that are missing up to `count`."""
-        if not self.count:
-            for directory in self._fans:
-                os.makedirs(directory, exist_ok=True)
         for chunk_hash in many_hashes(self.count, count):
             path = chunk_path(self._shard, chunk_hash)
-            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            try:
+                fd = os.open(path, _NEW, 0o644)
+            except FileNotFoundError:
+                os.makedirs(path.rpartition("/")[0])
+                fd = os.open(path, _NEW, 0o644)
             os.ftruncate(fd, self._size_bytes)
             os.close(fd)
         self.count = count
@@ -66,5 +68,6 @@ class ManyChunks:
         ]
 
     def entries_max_blocking(self) -> int:
-        """Entries of the fullest directory: the fans', and the one that they are in."""
-        return max(len(self._fans), *(len(os.listdir(directory)) for directory in self._fans))
+        """Entries of the fullest directory: a fan, or the one that they are in."""
+        fans = os.listdir(self._shard)
+        return max(len(fans), *(len(os.listdir(f"{self._shard}/{fan}")) for fan in fans))

@@ -6,9 +6,7 @@
 import asyncio
 import gc
 import os
-import socket
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +14,10 @@ from random import Random
 from statistics import median
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from kvclient import AsyncClient, Overloaded
 from kvclient.handle import Handle
+from kvserve.testing.metrics_page import MetricsPage
 from kvserve.testing.server_process import ServerProcess
 from tests.crash.dropping_proxy import DroppingProxy
 from tests.crash.soak import Soak, open_transfers, until
@@ -42,9 +40,9 @@ SHORT_GROWTH_BYTES_MAX = 24 << 20
 class Watched:
     """A server process from outside: its files, its memory, its metrics, its tree."""
 
-    def __init__(self, process: ServerProcess, metrics: str) -> None:
+    def __init__(self, process: ServerProcess, page: MetricsPage) -> None:
         self.process = process
-        self._url = f"http://{metrics}/metrics"
+        self._page = page
         self._root = str(process.root)
 
     def files(self) -> tuple[int, Counter[str]]:
@@ -66,11 +64,8 @@ class Watched:
     def resident_bytes(self) -> int:
         return resident_bytes(self.process.pid)
 
-    async def gauge(self, name: str) -> float:
-        """The sum over its labels."""
-        text = await asyncio.to_thread(self._read_metrics_blocking)
-        families = {it.name: it for it in text_string_to_metric_families(text)}
-        return sum(sample.value for sample in families[name].samples)
+    async def value(self, name: str) -> float:
+        return await asyncio.to_thread(self._page.value_blocking, f"kvserve_{name}")
 
     def chunk_files(self) -> list[Path]:
         return [path for path in Path(self._root).rglob("*") if len(path.name) == 64]
@@ -79,21 +74,9 @@ class Watched:
         found = Path(self._root).rglob(".*")
         return [path for path in found if path.is_file() and len(path.name) > 64]
 
-    def _read_metrics_blocking(self) -> str:
-        with urllib.request.urlopen(self._url, timeout=10) as answer:
-            text: bytes = answer.read()
-        return text.decode()
-
 
 def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-    return port
 
 
 async def drop_now_and_then(proxy: DroppingProxy, random: Random) -> None:
@@ -126,9 +109,7 @@ def check_memory(resident: list[int]) -> None:
     """From the end of the warm-up, 20 % of the operations, to the end; medians of five samples."""
     warm, end = median(resident[10:15]), median(resident[-5:])
     growth = end / warm - 1
-    print(
-        f"server memory: {warm / 2**20:.1f} MiB warm, {end / 2**20:.1f} MiB at the end, {growth:+.1%}"
-    )
+    print(f"server: {warm / 2**20:.1f} MiB warm, {end / 2**20:.1f} at the end, {growth:+.1%}")
     if IS_LONG:
         assert growth < 0.05
     assert end - warm < SHORT_GROWTH_BYTES_MAX
@@ -145,16 +126,16 @@ async def check_baseline(
     async def is_back() -> bool:
         return (
             watched.files() == (0, others)
-            and not await watched.gauge("kvserve_open_files")
-            and not await watched.gauge("kvserve_leased_chunks")
-            and not await watched.gauge("kvserve_stored_chunks")
+            and not await watched.value("open_files")
+            and not await watched.value("leased_chunks")
+            and not await watched.value("stored_chunks")
         )
 
     try:
         await until(is_back)
     except TimeoutError:
         names = ("open_files", "leased_chunks", "stored_chunks", "stored_bytes")
-        left = {name: await watched.gauge(f"kvserve_{name}") for name in names}
+        left = {name: await watched.value(name) for name in names}
         pytest.fail(f"descriptors {watched.files()}, at the start (0, {others}); {left}")
     assert watched.chunk_files() == []
     assert watched.temp_files() == []
@@ -165,9 +146,9 @@ async def check_baseline(
 
 @pytest.fixture
 def watched(root: Path) -> Iterator[Watched]:
-    metrics = f"127.0.0.1:{free_port()}"
-    with ServerProcess(root, settings=(*SETTINGS, f'server.metrics_listen="{metrics}"')) as process:
-        yield Watched(process, metrics)
+    page = MetricsPage()
+    with ServerProcess(root, settings=(*SETTINGS, page.setting)) as process:
+        yield Watched(process, page)
 
 
 @pytest.mark.timeout(60 + OPERATIONS // 10)
@@ -177,7 +158,7 @@ async def test_soak(watched: Watched) -> None:
     process = watched.process
     async with AsyncClient(process.address, timeout_s=20) as client:
         await client.server_info()
-        await watched.gauge("kvserve_open_files")
+        await watched.value("open_files")
         _, others = watched.files()
         async with DroppingProxy(process.address) as proxy:
             clients = [AsyncClient(process.address, timeout_s=20) for _ in range(3)]
@@ -190,7 +171,7 @@ async def test_soak(watched: Watched) -> None:
             for other in clients:
                 await other.close()
         print(f"{dict(sorted(soak.ends.items()))}, {proxy.dropped} connections dropped")
-        evicted = await watched.gauge("kvserve_evicted_chunks")
+        evicted = await watched.value("evicted_chunks")
         print(f"{evicted:.0f} chunks evicted, {soak.compared_bytes} bytes compared")
         assert evicted > 0
         assert soak.compared_bytes > 0
