@@ -56,8 +56,12 @@ def payload_of(descriptor: Descriptor) -> bytes:
 class Soak:
     """Workers that share prefixes and clients; `done` counts operations, `ends` how they ended."""
 
-    def __init__(self, clients: list[AsyncClient], *, operations: int, seed: int) -> None:
-        self._clients = clients
+    def __init__(
+        self, clients: list[AsyncClient], flaky: AsyncClient, *, operations: int, seed: int
+    ) -> None:
+        """`flaky` is the one client whose connection may break."""
+        self._clients = [*clients, flaky]
+        self._flaky = flaky
         self._operations = operations
         self._seed = seed
         self.prefixes = [prefix(number) for number in range(PREFIXES)]
@@ -93,6 +97,8 @@ class Soak:
                 await work(client, random, is_cut)
                 self.ends[f"{name} {'cut' if is_cut else 'whole'}"] += 1
             except ServerUnavailable:
+                if client is not self._flaky:
+                    raise
                 self.ends[f"{name} lost its connection"] += 1
             self.done += 1
             progress(self.done)
