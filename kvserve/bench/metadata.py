@@ -6,7 +6,7 @@ the known ones take of its memory. The files are empty inside: nothing but names
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -126,11 +126,11 @@ async def _measure(
             await asked.warm_up()
             before = memory(server.pid).resident_bytes
             step(f"{tree.count} chunk files: unknown chunks")
-            unknown = await asked.measure(tree.descriptors())
+            unknown = await asked.measure(map(tree.descriptor, range(tree.lookups)))
             grown = memory(server.pid).resident_bytes - before
             step(f"{tree.count} chunk files: known chunks")
-            known_again = Random(tree.count).choices(tree.descriptors(), k=settings.lookups)
-            again = await asked.measure(known_again)
+            known_again = Random(tree.count).choices(range(tree.lookups), k=settings.lookups)
+            again = await asked.measure(map(tree.descriptor, known_again))
     name = str(tree.count)
     return MetadataSize(
         chunk_files=tree.count,
@@ -164,7 +164,7 @@ class _Lookups:
             start = (1 << 60) + LOOKUP_CHUNKS * number
             await self._client.lookup(many_descriptor(many_hashes(start, start + LOOKUP_CHUNKS)))
 
-    async def measure(self, descriptors: Sequence[Descriptor]) -> list[float]:
+    async def measure(self, descriptors: Iterable[Descriptor]) -> list[float]:
         """Seconds of each; every chunk must be a hit."""
         return [await timed(partial(self._hits, descriptor)) for descriptor in descriptors]
 

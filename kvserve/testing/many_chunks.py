@@ -60,12 +60,15 @@ class ManyChunks:
             os.close(fd)
         self.count = count
 
-    def descriptors(self) -> list[Descriptor]:
-        """All chunks, in lookups of `LOOKUP_CHUNKS`."""
-        return [
-            many_descriptor(many_hashes(start, min(start + LOOKUP_CHUNKS, self.count)))
-            for start in range(0, self.count, LOOKUP_CHUNKS)
-        ]
+    @property
+    def lookups(self) -> int:
+        """How many lookups ask for all of them."""
+        return -(-self.count // LOOKUP_CHUNKS)
+
+    def descriptor(self, index: int) -> Descriptor:
+        """Of one of these lookups."""
+        start = index * LOOKUP_CHUNKS
+        return many_descriptor(many_hashes(start, min(start + LOOKUP_CHUNKS, self.count)))
 
     def entries_max_blocking(self) -> int:
         """Entries of the fullest directory: a fan, or the one that they are in."""
