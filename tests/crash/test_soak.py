@@ -21,7 +21,7 @@ from kvclient.handle import Handle
 from kvserve.testing.metrics_page import MetricsPage
 from kvserve.testing.server_process import ServerProcess
 from tests.crash.dropping_proxy import DroppingProxy
-from tests.crash.soak import Soak, open_transfers, until
+from tests.crash.soak import CUT_SHARE, Soak, open_transfers, until
 
 OPERATIONS = int(os.environ.get("KVSERVE_SOAK_OPERATIONS", "1500"))
 IS_LONG = OPERATIONS >= 20_000
@@ -81,7 +81,7 @@ def resident_bytes(pid: int) -> int:
 
 
 async def drop_now_and_then(proxy: DroppingProxy, random: Random) -> None:
-    while True:
+    while CUT_SHARE:
         await asyncio.sleep(random.uniform(0.1, 0.6))
         proxy.drop()
 
@@ -181,7 +181,7 @@ async def soak_and_check(watched: Watched) -> None:
         print(f"{evicted:.0f} chunks evicted, {soak.compared_bytes} bytes compared")
         assert evicted > 0
         assert soak.compared_bytes > 0
-        assert proxy.dropped > 0
+        assert proxy.dropped > 0 or not CUT_SHARE
         check_memory(resident)
         # Ended handles and their errors refer to one another; a channel lives as long as its calls.
         gc.collect()
