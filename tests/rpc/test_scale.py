@@ -33,7 +33,9 @@ _MEMORY = Path("/dev/shm")
 _IN_MEMORY = os.access(_MEMORY, os.W_OK) and os.statvfs(_MEMORY).f_favail > 1_000_000
 FILES = int(os.environ.get("KVSERVE_SCALE_FILES", "200000" if _IN_MEMORY else "20000"))
 READY_S_MAX = 5.0
-"""Of 2 s on a machine of its own; the interpreter and its imports are most of it."""
+READY_S_MORE_MAX = 2.0
+"""Than on an empty tree, where that alone takes so long: the interpreter and its imports are most of
+a start, and wait for others on a busy machine."""
 COUNTED_S_MAX = 120.0
 ENTRIES_MAX = 4096
 
@@ -106,7 +108,17 @@ def test_no_directory_grows_beyond_4096_entries(many: ManyChunks) -> None:
     assert of_ten_million + 6 * of_ten_million**0.5 < ENTRIES_MAX
 
 
-def test_a_server_answers_before_it_has_counted_and_counts_right(many: ManyChunks) -> None:
+def ready_on_an_empty_tree_s(root: Path) -> float:
+    started = time.monotonic()
+    with ServerProcess(root) as process, Client(process.address) as client:
+        client.lookup(many_descriptor(many_hashes(0, LOOKUP_CHUNKS)))
+        return time.monotonic() - started
+
+
+def test_a_server_answers_before_it_has_counted_and_counts_right(
+    many: ManyChunks, root: Path
+) -> None:
+    empty_s = ready_on_an_empty_tree_s(root)
     page = MetricsPage()
     started = time.monotonic()
     with (
@@ -115,7 +127,7 @@ def test_a_server_answers_before_it_has_counted_and_counts_right(many: ManyChunk
     ):
         assert client.lookup(many_descriptor(many_hashes(0, LOOKUP_CHUNKS))).prefix_chunks == 64
         ready_s = time.monotonic() - started
-        assert ready_s < READY_S_MAX
+        assert ready_s < max(READY_S_MAX, empty_s + READY_S_MORE_MAX)
         assert page.value_blocking("kvserve_stored_chunks") < FILES, "counted before it answered"
         lookups = 0
         while page.value_blocking("kvserve_stored_chunks") != FILES:
@@ -126,7 +138,8 @@ def test_a_server_answers_before_it_has_counted_and_counts_right(many: ManyChunk
             lookups += 1
             time.sleep(0.05)
         counted_s = time.monotonic() - started
-        print(f"{FILES} files: ready {ready_s:.2f} s, counted {counted_s:.1f} s, {lookups} lookups")
+        ready = f"ready {ready_s:.2f} s ({empty_s:.2f} s on an empty tree)"
+        print(f"{FILES} files: {ready}, counted {counted_s:.1f} s, {lookups} lookups")
         assert page.value_blocking("kvserve_stored_bytes") == many.size_bytes
         found = subprocess.run(
             ["find", str(many.root), "-type", "f", "-name", "?" * 64, "-printf", "%s\n"],
