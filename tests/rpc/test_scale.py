@@ -34,8 +34,8 @@ _IN_MEMORY = os.access(_MEMORY, os.W_OK) and os.statvfs(_MEMORY).f_favail > 1_00
 FILES = int(os.environ.get("KVSERVE_SCALE_FILES", "200000" if _IN_MEMORY else "20000"))
 READY_S_MAX = 5.0
 READY_S_MORE_MAX = 2.0
-"""Than on an empty tree, where that alone takes so long: the interpreter and its imports are most of
-a start, and wait for others on a busy machine."""
+"""Than on an empty tree, where that alone takes so long: the interpreter and its imports are most
+of a start, and wait for others on a busy machine."""
 COUNTED_S_MAX = 120.0
 ENTRIES_MAX = 4096
 
