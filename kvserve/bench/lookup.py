@@ -5,7 +5,7 @@ pause in other processes. A bare unary call to another process, interleaved with
 how much of the tail is the machine's and grpcio's own.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from time import perf_counter
@@ -14,6 +14,7 @@ from typing import Any
 from kvclient import AsyncClient
 from kvserve.bench.child import Child
 from kvserve.bench.grpc_ceiling import CeilingClient, ceiling_server
+from kvserve.bench.latency import Latency, latency, timed
 from kvserve.bench.load import load_process
 from kvserve.bench.measure import Meter
 from kvserve.bench.report import Bar, machine, unit_json
@@ -27,19 +28,6 @@ FETCHES_AT_ONCE = 8
 _SERIES, _FIRST_LOAD_SERIES = 0, 1
 _STEPS_A_PHASE = 20
 _PHASE_S_MAX = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class Latency:
-    """One kind of call in one phase, milliseconds; percentiles by nearest rank."""
-
-    name: str
-    label: str
-    calls: int
-    p50_ms: float
-    p99_ms: float
-    p99_9_ms: float
-    max_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +141,12 @@ class _Calls:
             for _ in range(count * part // _STEPS_A_PHASE, count * (part + 1) // _STEPS_A_PHASE):
                 if lookups and perf_counter() > deadline:
                     break
-                lookups.append(await _timed(self._lookup))
-                echoes.append(await _timed(self._call_bare))
+                lookups.append(await timed(self._lookup))
+                echoes.append(await timed(self._call_bare))
         name = phase.replace(" ", "_")
         return [
-            _latency(f"lookup_{name}", f"lookup, {phase}", lookups),
-            _latency(f"grpc_unary_{name}", f"bare grpcio call, {phase}", echoes),
+            latency(f"lookup_{name}", f"lookup, {phase}", lookups),
+            latency(f"grpc_unary_{name}", f"bare grpcio call, {phase}", echoes),
         ]
 
     async def _lookup(self) -> None:
@@ -170,33 +158,9 @@ class _Calls:
         await self._bare.echo(self._echo)
 
 
-async def _timed(call: Callable[[], Awaitable[None]]) -> float:
-    started = perf_counter()
-    await call()
-    return perf_counter() - started
-
-
-def _latency(name: str, label: str, taken_s: Sequence[float]) -> Latency:
-    ordered = sorted(taken_s)
-
-    def at_ms(share: float) -> float:
-        rank = max(1, -(-len(ordered) * share // 1))
-        return 1e3 * ordered[int(rank) - 1]
-
-    return Latency(
-        name=name,
-        label=label,
-        calls=len(ordered),
-        p50_ms=at_ms(0.5),
-        p99_ms=at_ms(0.99),
-        p99_9_ms=at_ms(0.999),
-        max_ms=1e3 * ordered[-1],
-    )
-
-
-def _bar(latency: Latency) -> Bar:
-    figure = f"p99 {latency.p99_ms:.2f} ms, below {P99_MS_MAX:.2f} ms"
-    return Bar("lookup latency under load", figure, latency.p99_ms < P99_MS_MAX)
+def _bar(under_load: Latency) -> Bar:
+    figure = f"p99 {under_load.p99_ms:.2f} ms, below {P99_MS_MAX:.2f} ms"
+    return Bar("lookup latency under load", figure, under_load.p99_ms < P99_MS_MAX)
 
 
 def _spread(series: range, processes: int) -> list[range]:

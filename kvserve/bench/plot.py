@@ -1,7 +1,7 @@
 """A horizontal bar chart as an SVG: no script, no font, light and dark by itself. Pure.
 
 The bar is the median, the tick the best; for latencies, the 50th and the 99th percentile. Rows of
-kvserve have the accent colour, ceilings are grey.
+kvserve have the accent colour, ceilings are grey; of `metadata`, what a server knows and what not.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from math import floor, log10
 from xml.sax.saxutils import escape
 
 from kvserve.bench.lookup import LookupReport
+from kvserve.bench.metadata import MetadataReport
 from kvserve.bench.report import TransferReport, mib
 
 _ROW_PX, _BAR_PX = 34, 18
@@ -82,6 +83,19 @@ def lookup_chart(report: LookupReport) -> Chart:
         rows=[
             Row(row.label, row.p50_ms, row.p99_ms, row.name.startswith("lookup"))
             for row in report.latencies
+        ],
+    )
+
+
+def metadata_chart(report: MetadataReport) -> Chart:
+    latencies = [row for size in report.sizes for row in (size.unknown, size.known)]
+    return Chart(
+        title=f"kvserve lookup of {report.lookup_chunks} chunks, by the size of the tree",
+        axis="milliseconds, less is better",
+        legend="bar: 50th percentile; tick: 99th",
+        rows=[
+            Row(row.label, row.p50_ms, row.p99_ms, row.name.startswith("known"))
+            for row in latencies
         ],
     )
 

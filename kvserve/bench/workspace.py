@@ -32,9 +32,9 @@ class Workspace:
         self.directory = Path(self._directory.name)
         self.chunks = self.directory / "chunks"
 
-    def server(self) -> ServerProcess:
+    def server(self, settings: tuple[str, ...] = ()) -> ServerProcess:
         """A fresh server process, not started; one at a time."""
-        return ServerProcess(self.chunks)
+        return ServerProcess(self.chunks, settings=settings)
 
     async def store_series(self, stored: Sequence[tuple[WorkUnit, int]]) -> None:
         """Stores series through a server of their own, so that the measured one starts fresh."""

@@ -17,20 +17,22 @@ from kvserve.bench.fetch import bench_fetch
 from kvserve.bench.fetch import steps as fetch_steps
 from kvserve.bench.lookup import LookupReport, LookupSettings, bench_lookup
 from kvserve.bench.lookup import steps as lookup_steps
-from kvserve.bench.plot import Chart, lookup_chart, render_svg, transfer_chart
+from kvserve.bench.metadata import MetadataReport, MetadataSettings, bench_metadata
+from kvserve.bench.metadata import steps as metadata_steps
+from kvserve.bench.plot import Chart, lookup_chart, metadata_chart, render_svg, transfer_chart
 from kvserve.bench.report import TransferReport
 from kvserve.bench.rounds import Step
 from kvserve.bench.store import bench_store
 from kvserve.bench.store import steps as store_steps
-from kvserve.bench.tables import print_lookup, print_transfer
+from kvserve.bench.tables import print_lookup, print_metadata, print_transfer
 from kvserve.bench.unit import WorkUnit
 from kvserve.bench.workspace import Settings
 from kvserve.errors import InvalidRequest
 
 bench = typer.Typer(help="Measure speed against ceilings taken in the same run.")
 
-_Report = TransferReport | LookupReport
-_T = TypeVar("_T", TransferReport, LookupReport)
+_Report = TransferReport | LookupReport | MetadataReport
+_T = TypeVar("_T", TransferReport, LookupReport, MetadataReport)
 
 _Chunks = Annotated[int, typer.Option(min=1, max=512, help="Chunks of the prefix.")]
 _Layers = Annotated[int, typer.Option(min=1, max=1024, help="Layers of the model.")]
@@ -50,6 +52,8 @@ _Check = Annotated[bool, typer.Option("--check", help="Exit status 1 if a bar is
 _UNIT = WorkUnit()
 _REPEATS = 9
 _LOOKUPS = 1000
+_COUNTS = [10_000, 100_000, 1_000_000]
+_Lookups = Annotated[int, typer.Option(min=1, max=1_000_000, help="Lookups in each phase.")]
 
 console = Console(highlight=False, soft_wrap=True)
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -96,9 +100,7 @@ def lookup(
     chunks: _Chunks = _UNIT.chunk_count,
     layers: _Layers = _UNIT.layer_count,
     slice_bytes: _SliceBytes = _UNIT.slice_size_bytes,
-    lookups: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="Lookups in each phase.")
-    ] = _LOOKUPS,
+    lookups: _Lookups = _LOOKUPS,
     processes: Annotated[
         int, typer.Option(min=1, max=8, help="Processes that the eight fetches are spread over.")
     ] = 1,
@@ -113,6 +115,25 @@ def lookup(
     settings = LookupSettings(Settings(unit, 1, _checked(root)), lookups, processes)
     ending = _Ending(as_json, output, plot, check)
     ending.finish(_run("lookup", lookup_steps(), lambda step: bench_lookup(settings, step)))
+
+
+@bench.command()
+def metadata(
+    count: Annotated[
+        list[int], typer.Option(min=1, help="Chunk files on the tree; give it again for another.")
+    ] = _COUNTS,
+    lookups: _Lookups = _LOOKUPS,
+    root: _Root = None,
+    as_json: _Json = False,
+    output: _Output = None,
+    plot: _Plot = None,
+    check: _Check = False,
+) -> None:
+    """Look chunks up on trees of very many chunk files: latency, start and memory."""
+    settings = MetadataSettings(tuple(sorted(set(count))), lookups, _checked(root))
+    ending = _Ending(as_json, output, plot, check)
+    work = _run("metadata", metadata_steps(settings), lambda step: bench_metadata(settings, step))
+    ending.finish(work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +159,8 @@ class _Ending:
             typer.echo(json.dumps(report.to_json()))
         elif isinstance(report, LookupReport):
             print_lookup(console, report)
+        elif isinstance(report, MetadataReport):
+            print_metadata(console, report)
         else:
             print_transfer(console, report)
         if self.check and not all(bar.passed for bar in report.bars):
@@ -184,4 +207,8 @@ def _checked(root: Path | None) -> Path | None:
 
 
 def _chart(report: _Report) -> Chart:
-    return lookup_chart(report) if isinstance(report, LookupReport) else transfer_chart(report)
+    if isinstance(report, LookupReport):
+        return lookup_chart(report)
+    if isinstance(report, MetadataReport):
+        return metadata_chart(report)
+    return transfer_chart(report)

@@ -116,6 +116,34 @@ def test_lookup(tmp_path: Path) -> None:
     assert [bar["name"] for bar in report["bars"]] == ["lookup latency under load"]
 
 
+def test_metadata(tmp_path: Path) -> None:
+    counts = ("--count", "200", "--count", "64")
+    root, plot = tmp_path / "root", tmp_path / "plot.svg"
+    root.mkdir()
+    options = ("--root", str(root), "--json", "--plot", str(plot))
+    ended = bench("metadata", *counts, "--lookups", "10", *options)
+    assert ended.returncode == 0, ended.stderr
+    assert not list(root.iterdir()), "a benchmark must leave nothing behind"
+    report = json.loads(ended.stdout)
+    assert set(report["machine"]) == MACHINE
+    assert [size["chunk_files"] for size in report["sizes"]] == [64, 200]
+    for size, lookups in zip(report["sizes"], (1, 4), strict=True):
+        assert size["unknown"]["calls"] == lookups, "64 chunks in each, each chunk once"
+        assert size["known"]["calls"] == 10
+        assert 0 < size["known"]["p50_ms"] <= size["known"]["p99_ms"]
+        assert 0 < size["ready_s"] <= size["counted_s"]
+        assert 0 < size["directory_entries_max"] <= size["chunk_files"]
+    assert [bar["name"] for bar in report["bars"]] == [
+        "unknown lookup latency stays flat",
+        "known lookup latency stays flat",
+        "memory of a known chunk",
+        "time to the first answer",
+        "entries of the fullest directory",
+    ]
+    labels = "".join(ElementTree.parse(plot).getroot().itertext())
+    assert "200 chunk files, known" in labels
+
+
 def test_table_files_and_check(tmp_path: Path) -> None:
     output, plot = tmp_path / "report.json", tmp_path / "plot.svg"
     files = ("--output", str(output), "--plot", str(plot))
@@ -129,9 +157,9 @@ def test_table_files_and_check(tmp_path: Path) -> None:
     assert ElementTree.parse(plot).getroot().tag == "{http://www.w3.org/2000/svg}svg"
 
 
-@pytest.mark.parametrize("command", ["fetch", "store", "lookup"])
+@pytest.mark.parametrize("command", ["fetch", "store", "lookup", "metadata"])
 def test_a_root_that_is_not_there(command: str, tmp_path: Path) -> None:
-    ended = bench(command, *TINY, "--root", str(tmp_path / "absent"))
+    ended = bench(command, "--root", str(tmp_path / "absent"))
     assert ended.returncode == 1
     assert "absent is no directory" in ended.stderr
     assert "Traceback" not in ended.stderr
