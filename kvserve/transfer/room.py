@@ -51,8 +51,11 @@ class Room:
             self._remove_blocking(chunk_index)
 
     def make_blocking(self, chunk_index: int, verdict: Verdict) -> bool:
-        """Drops the last chunk that has taken space; False if that is the one that asks."""
+        """Drops the last chunk that has taken space; False if that is the one that asks, or if the
+        one that asks was dropped meanwhile: it must not take the others with it."""
         with self._lock:
+            if chunk_index in self._verdicts:
+                return False
             while -self._begun[0] in self._verdicts:
                 heappop(self._begun)
             last = -self._begun[0]
