@@ -6,12 +6,14 @@ never by the chunk.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
-from typing import TypeVar
+from dataclasses import replace
+from functools import partial
+from typing import Final, TypeVar
 
-from kvserve.errors import StorageError, StorageUnavailable
-from kvserve.model import ChunkStatus, Descriptor, Verdict
+from kvserve.errors import InvalidRequest, StorageError, StorageUnavailable
+from kvserve.model import ChunkStatus, Descriptor, Shard, Verdict
 from kvserve.open_tree import OpenTree
 from kvserve.storage_health import StorageHealth
 from kvserve.store.chunk_store import HIT
@@ -21,6 +23,9 @@ from kvserve.transfer.batches import Late, in_batches
 from kvserve.transfer.long_steps import LongSteps
 
 log = logging.getLogger(__name__)
+
+RANKS_CHUNKS_MAX: Final = 1 << 19
+"""Chunks times ranks of one lookup."""
 
 _T = TypeVar("_T")
 
@@ -103,6 +108,39 @@ class Lookups:
         self._health.note_reading(statuses)
         await self.explain(where.descriptor, verdicts)
         return verdicts, len(hits)
+
+    async def of_all_ranks(
+        self,
+        where: ChunkLocations,
+        one_rank: Callable[[ChunkLocations], Awaitable[list[Verdict]]],
+    ) -> list[Verdict]:
+        """`one_rank` for each rank of the shard's group; a chunk is a hit if it is one for all.
+
+        Ranks that look by themselves may see different prefixes while chunks come and go, and an
+        engine whose ranks disagree deadlocks (LMCache#1467, sglang#30760).
+
+        Raises:
+            InvalidRequest: too many chunks times ranks.
+        """
+        descriptor = where.descriptor
+        count = descriptor.shard.count
+        if descriptor.chunk_count * count > RANKS_CHUNKS_MAX:
+            raise InvalidRequest(
+                f"all_ranks: {descriptor.chunk_count} chunks of {count} ranks; chunks times ranks "
+                f"must be at most {RANKS_CHUNKS_MAX}: ask for a shorter prefix"
+            )
+        verdicts = [HIT] * descriptor.chunk_count
+        for rank in range(count):
+            ranks = replace(descriptor, shard=Shard(rank, count))
+            found = await one_rank(
+                await self._long_steps.run(
+                    descriptor.chunk_count, partial(self._store.locate, ranks)
+                )
+            )
+            verdicts = await self._long_steps.run(
+                len(found), partial(_worse, verdicts, found, rank)
+            )
+        return verdicts
 
     async def delete(self, where: ChunkLocations) -> list[ChunkStatus]:
         """Raises `StorageError`, also if the file system gives no answer in time."""
@@ -187,3 +225,15 @@ class Lookups:
             return {verdict.status for verdict in found}
 
         return await self._long_steps.run(len(asked), fill_in)
+
+
+def _worse(verdicts: list[Verdict], found: list[Verdict], rank: int) -> list[Verdict]:
+    """By chunk: what was a miss before, else what this rank has."""
+    return [
+        earlier
+        if earlier is not HIT
+        else HIT
+        if own is HIT
+        else Verdict(own.status, f"of rank {rank}" + (f": {own.message}" if own.message else ""))
+        for earlier, own in zip(verdicts, found, strict=True)
+    ]

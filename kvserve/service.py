@@ -73,15 +73,18 @@ class Service:
         """What the requests take: it may serve several for the same descriptor."""
         return self._tree.store.locate(descriptor)
 
-    async def lookup(self, where: ChunkLocations) -> list[Verdict]:
-        """Which chunks are stored."""
+    async def lookup(self, where: ChunkLocations, *, all_ranks: bool = False) -> list[Verdict]:
+        """Which chunks are stored, for this rank or for all ranks of its group."""
         with self._looking_up(where):
-            verdicts = await self._lookups.lookup(where)
+            if all_ranks:
+                verdicts = await self._lookups.of_all_ranks(where, self._lookups.lookup)
+            else:
+                verdicts = await self._lookups.lookup(where)
             self._metrics.answered("lookup", verdicts)
             return verdicts
 
     async def lease(
-        self, where: ChunkLocations, request: str, ttl_s: float
+        self, where: ChunkLocations, request: str, ttl_s: float, *, all_ranks: bool = False
     ) -> tuple[list[Verdict], int]:
         """A lookup whose hits are not evicted until `release` or for `ttl_s`; and their number."""
         check_lease_owner(request)
@@ -92,7 +95,18 @@ class Service:
             )
         with self._looking_up(where):
             owner = (where.descriptor.tenant, request)
-            verdicts, leased = await self._lookups.lease(where, owner, ttl_s)
+            leased = 0
+
+            async def lease_one(of_rank: ChunkLocations) -> list[Verdict]:
+                nonlocal leased
+                verdicts, count = await self._lookups.lease(of_rank, owner, ttl_s)
+                leased += count
+                return verdicts
+
+            if all_ranks:
+                verdicts = await self._lookups.of_all_ranks(where, lease_one)
+            else:
+                verdicts = await lease_one(where)
             self._metrics.answered("lookup", verdicts)
             return verdicts, leased
 

@@ -206,11 +206,16 @@ class Client:
         *,
         lease_owner: str = "",
         lease_ttl_s: float = 0.0,
+        all_ranks: bool = False,
         timeout_s: float | None = None,
     ) -> Presence:
         return _wait(
             self._client.lookup(
-                descriptor, lease_owner=lease_owner, lease_ttl_s=lease_ttl_s, timeout_s=timeout_s
+                descriptor,
+                lease_owner=lease_owner,
+                lease_ttl_s=lease_ttl_s,
+                all_ranks=all_ranks,
+                timeout_s=timeout_s,
             )
         )
 

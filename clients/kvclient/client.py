@@ -144,9 +144,11 @@ class AsyncClient:
         *,
         lease_owner: str = "",
         lease_ttl_s: float = 0.0,
+        all_ranks: bool = False,
         timeout_s: float | None = None,
     ) -> Presence:
-        """Which chunks are stored.
+        """Which chunks are stored; with `all_ranks` for every rank of the descriptor's group, so
+        that all of them use the same prefix.
 
         With `lease_owner` (a request's id, unique in the tenant) and `lease_ttl_s` the hits are
         leased: they are not evicted until `release`, or for so long. A later lookup for the same
@@ -160,6 +162,7 @@ class AsyncClient:
             descriptor=descriptor_to_pb(descriptor),
             lease_owner=lease_owner,
             lease_ttl_s=lease_ttl_s,
+            all_ranks=all_ranks,
         )
         reply: pb.LookupReply = await self._answer(
             "Lookup", lambda rpcs: rpcs.lookup, request, timeout_s

@@ -88,10 +88,10 @@ class Servicer:
         leased = 0
         if request.lease_owner or request.lease_ttl_s:
             verdicts, leased = await self._service.lease(
-                where, request.lease_owner, request.lease_ttl_s
+                where, request.lease_owner, request.lease_ttl_s, all_ranks=request.all_ranks
             )
         else:
-            verdicts = await self._service.lookup(where)
+            verdicts = await self._service.lookup(where, all_ranks=request.all_ranks)
         chunk_statuses, details = verdicts_to_pb(verdicts)
         reply = pb.LookupReply(
             prefix_chunks=leading_hits(verdicts),

@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvserve/v1/kvserve.proto\x12\nkvserve.v1\"x\n\x08LayerRun\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.kvserve.v1.LayerKind\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x10\n\x08kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\x14\n\x0copaque_bytes\x18\x05 \x01(\x04\"a\n\x06Layout\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x0c\n\x04\x61xes\x18\x02 \x01(\t\x12\x14\n\x0c\x63hunk_tokens\x18\x03 \x01(\r\x12$\n\x06layers\x18\x04 \x03(\x0b\x32\x14.kvserve.v1.LayerRun\"s\n\rModelIdentity\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\"\n\x06layout\x18\x03 \x01(\x0b\x32\x12.kvserve.v1.Layout\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\x12\x0c\n\x04salt\x18\x05 \x01(\t\"$\n\x05Shard\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"\xaf\x01\n\nDescriptor\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12+\n\x08identity\x18\x02 \x01(\x0b\x32\x19.kvserve.v1.ModelIdentity\x12 \n\x05shard\x18\x03 \x01(\x0b\x32\x11.kvserve.v1.Shard\x12\x17\n\x0fhash_size_bytes\x18\x04 \x01(\r\x12\x14\n\x0c\x63hunk_hashes\x18\x05 \x01(\x0c\x12\x13\n\x0blayer_order\x18\x06 \x03(\r\"3\n\x0b\x43hunkDetail\x12\x13\n\x0b\x63hunk_index\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x16\n\x14GetServerInfoRequest\"\x90\x01\n\x12GetServerInfoReply\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x14\n\x0c\x63\x61pabilities\x18\x02 \x03(\t\x12\"\n\x06limits\x18\x03 \x01(\x0b\x32\x12.kvserve.v1.Limits\x12\x13\n\x0b\x66ile_system\x18\x04 \x01(\t\x12\x1a\n\x12\x63hunk_file_version\x18\x05 \x01(\r\"\x8a\x01\n\x06Limits\x12\x12\n\nchunks_max\x18\x01 \x01(\r\x12\x1e\n\x16message_size_bytes_max\x18\x02 \x01(\x04\x12\x1c\n\x14\x66rame_size_bytes_max\x18\x03 \x01(\x04\x12\x15\n\rtransfers_max\x18\x04 \x01(\r\x12\x17\n\x0flease_ttl_s_max\x18\x05 \x01(\x01\"e\n\rLookupRequest\x12*\n\ndescriptor\x18\x01 \x01(\x0b\x32\x16.kvserve.v1.Descriptor\x12\x13\n\x0blease_owner\x18\x02 \x01(\t\x12\x13\n\x0blease_ttl_s\x18\x03 \x01(\x01\"}\n\x0bLookupReply\x12\x15\n\rprefix_chunks\x18\x01 \x01(\r\x12\x16\n\x0e\x63hunk_statuses\x18\x02 \x01(\x0c\x12(\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32\x17.kvserve.v1.ChunkDetail\x12\x15\n\rleased_chunks\x18\x04 \x01(\r\"r\n\x0cPayloadFrame\x12\x13\n\x0blayer_index\x18\x01 \x01(\x07\x12\x13\n\x0b\x66irst_chunk\x18\x02 \x01(\x07\x12\x14\n\x0cslice_offset\x18\x03 \x01(\x06\x12\x11\n\tchecksums\x18\x04 \x01(\x0c\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"7\n\tStoreOpen\x12*\n\ndescriptor\x18\x01 \x01(\x0b\x32\x16.kvserve.v1.Descriptor\"\r\n\x0bStoreFinish\"\x98\x01\n\x0cStoreRequest\x12%\n\x04open\x18\x01 \x01(\x0b\x32\x15.kvserve.v1.StoreOpenH\x00\x12+\n\x07payload\x18\x02 \x01(\x0b\x32\x18.kvserve.v1.PayloadFrameH\x00\x12)\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x17.kvserve.v1.StoreFinishH\x00\x42\t\n\x07message\"B\n\nStoreNeeds\x12\x16\n\x0e\x63hunk_statuses\x18\x01 \x01(\x0c\x12\x1c\n\x14\x66rame_size_bytes_max\x18\x02 \x01(\x04\"\"\n\x0bLayerStored\x12\x13\n\x0blayer_index\x18\x01 \x01(\r\"O\n\x0bStoreResult\x12\x16\n\x0e\x63hunk_statuses\x18\x01 \x01(\x0c\x12(\n\x07\x64\x65tails\x18\x02 \x03(\x0b\x32\x17.kvserve.v1.ChunkDetail\"\x9c\x01\n\nStoreReply\x12\'\n\x05needs\x18\x01 \x01(\x0b\x32\x16.kvserve.v1.StoreNeedsH\x00\x12/\n\x0clayer_stored\x18\x02 \x01(\x0b\x32\x17.kvserve.v1.LayerStoredH\x00\x12)\n\x06result\x18\x03 \x01(\x0b\x32\x17.kvserve.v1.StoreResultH\x00\x42\t\n\x07message\"J\n\x0c\x46\x65tchRequest\x12*\n\ndescriptor\x18\x01 \x01(\x0b\x32\x16.kvserve.v1.Descriptor\x12\x0e\n\x06layers\x18\x02 \x03(\r\"M\n\tFetchHead\x12\x16\n\x0e\x63hunk_statuses\x18\x01 \x01(\x0c\x12(\n\x07\x64\x65tails\x18\x02 \x03(\x0b\x32\x17.kvserve.v1.ChunkDetail\"Z\n\tChunkMiss\x12\x13\n\x0b\x63hunk_index\x18\x01 \x01(\r\x12\'\n\x06status\x18\x02 \x01(\x0e\x32\x17.kvserve.v1.ChunkStatus\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x92\x01\n\nFetchReply\x12%\n\x04head\x18\x01 \x01(\x0b\x32\x15.kvserve.v1.FetchHeadH\x00\x12+\n\x07payload\x18\x02 \x01(\x0b\x32\x18.kvserve.v1.PayloadFrameH\x00\x12%\n\x04miss\x18\x03 \x01(\x0b\x32\x15.kvserve.v1.ChunkMissH\x00\x42\t\n\x07message\";\n\rDeleteRequest\x12*\n\ndescriptor\x18\x01 \x01(\x0b\x32\x16.kvserve.v1.Descriptor\"%\n\x0b\x44\x65leteReply\x12\x16\n\x0e\x63hunk_statuses\x18\x01 \x01(\x0c\"5\n\x0eReleaseRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x13\n\x0blease_owner\x18\x02 \x01(\t\"\'\n\x0cReleaseReply\x12\x17\n\x0freleased_chunks\x18\x01 \x01(\r\"8\n\nPinRequest\x12*\n\ndescriptor\x18\x01 \x01(\x0b\x32\x16.kvserve.v1.Descriptor\"\"\n\x08PinReply\x12\x16\n\x0e\x63hunk_statuses\x18\x01 \x01(\x0c*\x86\x04\n\x0b\x43hunkStatus\x12\x1c\n\x18\x43HUNK_STATUS_UNSPECIFIED\x10\x00\x12\x14\n\x10\x43HUNK_STATUS_HIT\x10\x01\x12\x1c\n\x18\x43HUNK_STATUS_MISS_ABSENT\x10\x02\x12\x1e\n\x1a\x43HUNK_STATUS_MISS_IDENTITY\x10\x03\x12\x1d\n\x19\x43HUNK_STATUS_MISS_CORRUPT\x10\x04\x12\x1b\n\x17\x43HUNK_STATUS_MISS_ERROR\x10\x05\x12\x1d\n\x19\x43HUNK_STATUS_MISS_EVICTED\x10\x06\x12\x1d\n\x19\x43HUNK_STATUS_MISS_EXPIRED\x10\x07\x12\x1d\n\x19\x43HUNK_STATUS_MISS_TIMEOUT\x10\x08\x12\x17\n\x13\x43HUNK_STATUS_NEEDED\x10\x10\x12\x17\n\x13\x43HUNK_STATUS_STORED\x10\x11\x12\x16\n\x12\x43HUNK_STATUS_KNOWN\x10\x12\x12\x1b\n\x17\x43HUNK_STATUS_INCOMPLETE\x10\x13\x12\x19\n\x15\x43HUNK_STATUS_NO_SPACE\x10\x14\x12\x1c\n\x18\x43HUNK_STATUS_STORE_ERROR\x10\x15\x12\x18\n\x14\x43HUNK_STATUS_DELETED\x10 \x12\x17\n\x13\x43HUNK_STATUS_PINNED\x10!\x12\x19\n\x15\x43HUNK_STATUS_UNPINNED\x10\"*o\n\tLayerKind\x12\x1a\n\x16LAYER_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14LAYER_KIND_ATTENTION\x10\x01\x12\x15\n\x11LAYER_KIND_LATENT\x10\x02\x12\x15\n\x11LAYER_KIND_OPAQUE\x10\x03\x32\x81\x04\n\x07KvServe\x12Q\n\rGetServerInfo\x12 .kvserve.v1.GetServerInfoRequest\x1a\x1e.kvserve.v1.GetServerInfoReply\x12<\n\x06Lookup\x12\x19.kvserve.v1.LookupRequest\x1a\x17.kvserve.v1.LookupReply\x12=\n\x05Store\x12\x18.kvserve.v1.StoreRequest\x1a\x16.kvserve.v1.StoreReply(\x01\x30\x01\x12;\n\x05\x46\x65tch\x12\x18.kvserve.v1.FetchRequest\x1a\x16.kvserve.v1.FetchReply0\x01\x12<\n\x06\x44\x65lete\x12\x19.kvserve.v1.DeleteRequest\x1a\x17.kvserve.v1.DeleteReply\x12?\n\x07Release\x12\x1a.kvserve.v1.ReleaseRequest\x1a\x18.kvserve.v1.ReleaseReply\x12\x33\n\x03Pin\x12\x16.kvserve.v1.PinRequest\x1a\x14.kvserve.v1.PinReply\x12\x35\n\x05Unpin\x12\x16.kvserve.v1.PinRequest\x1a\x14.kvserve.v1.PinReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvserve/v1/kvserve.proto\x12\nkvserve.v1\"x\n\x08LayerRun\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.kvserve.v1.LayerKind\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x10\n\x08kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\x14\n\x0copaque_bytes\x18\x05 \x01(\x04\"a\n\x06Layout\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x0c\n\x04\x61xes\x18\x02 \x01(\t\x12\x14\n\x0c\x63hunk_tokens\x18\x03 \x01(\r\x12$\n\x06layers\x18\x04 \x03(\x0b\x32\x14.kvserve.v1.LayerRun\"s\n\rModelIdentity\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\"\n\x06layout\x18\x03 \x01(\x0b\x32\x12.kvserve.v1.Layout\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\x12\x0c\n\x04salt\x18\x05 \x01(\t\"$\n\x05Shard\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"\xaf\x01\n\nDescriptor\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12+\n\x08identity\x18\x02 \x01(\x0b\x32\x19.kvserve.v1.ModelIdentity\x12 \n\x05shard\x18\x03 \x01(\x0b\x32\x11.kvserve.v1.Shard\x12\x17\n\x0fhash_size_bytes\x18\x04 \x01(\r\x12\x14\n\x0c\x63hunk_hashes\x18\x05 \x01(\x0c\x12\x13\n\x0blayer_order\x18\x06 \x03(\r\"3\n\x0b\x43hunkDetail\x12\x13\n\x0b\x63hunk_index\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x16\n\x14GetServerInfoRequest\"\x90\x01\n\x12GetServerInfoReply\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x14\n\x0c\x63\x61pabilities\x18\x02 \x03(\t\x12\"\n\x06limits\x18\x03 \x01(\x0b\x32\x12.kvserve.v1.Limits\x12\x13\n\x0b\x66ile_system\x18\x04 \x01(\t\x12\x1a\n\x12\x63hunk_file_version\x18\x05 \x01(\r\"\x8a\x01\n\x06Limits\x12\x12\n\nchunks_max\x18\x01 \x01(\r\x12\x1e\n\x16message_size_bytes_max\x18\x02 \x01(\x04\x12\x1c\n\x14\x66rame_size_bytes_max\x18\x03 \x01(\x04\x12\x15\n\rtransfers_max\x18\x04 \x01(\r\x12\x17\n\x0flease_ttl_s_max\x18\x05 \x01(\x01\"x\n\rLookupRequest\x12*\n\ndescriptor\x18\x01 \x01(\x0b\x32\x16.kvserve.v1.Descriptor\x12\x13\n\x0blease_owner\x18\x02 \x01(\t\x12\x13\n\x0blease_ttl_s\x18\x03 \x01(\x01\x12\x11\n\tall_ranks\x18\x04 \x01(\x08\"}\n\x0bLookupReply\x12\x15\n\rprefix_chunks\x18\x01 \x01(\r\x12\x16\n\x0e\x63hunk_statuses\x18\x02 \x01(\x0c\x12(\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32\x17.kvserve.v1.ChunkDetail\x12\x15\n\rleased_chunks\x18\x04 \x01(\r\"r\n\x0cPayloadFrame\x12\x13\n\x0blayer_index\x18\x01 \x01(\x07\x12\x13\n\x0b\x66irst_chunk\x18\x02 \x01(\x07\x12\x14\n\x0cslice_offset\x18\x03 \x01(\x06\x12\x11\n\tchecksums\x18\x04 \x01(\x0c\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"7\n\tStoreOpen\x12*\n\ndescriptor\x18\x01 \x01(\x0b\x32\x16.kvserve.v1.Descriptor\"\r\n\x0bStoreFinish\"\x98\x01\n\x0cStoreRequest\x12%\n\x04open\x18\x01 \x01(\x0b\x32\x15.kvserve.v1.StoreOpenH\x00\x12+\n\x07payload\x18\x02 \x01(\x0b\x32\x18.kvserve.v1.PayloadFrameH\x00\x12)\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x17.kvserve.v1.StoreFinishH\x00\x42\t\n\x07message\"B\n\nStoreNeeds\x12\x16\n\x0e\x63hunk_statuses\x18\x01 \x01(\x0c\x12\x1c\n\x14\x66rame_size_bytes_max\x18\x02 \x01(\x04\"\"\n\x0bLayerStored\x12\x13\n\x0blayer_index\x18\x01 \x01(\r\"O\n\x0bStoreResult\x12\x16\n\x0e\x63hunk_statuses\x18\x01 \x01(\x0c\x12(\n\x07\x64\x65tails\x18\x02 \x03(\x0b\x32\x17.kvserve.v1.ChunkDetail\"\x9c\x01\n\nStoreReply\x12\'\n\x05needs\x18\x01 \x01(\x0b\x32\x16.kvserve.v1.StoreNeedsH\x00\x12/\n\x0clayer_stored\x18\x02 \x01(\x0b\x32\x17.kvserve.v1.LayerStoredH\x00\x12)\n\x06result\x18\x03 \x01(\x0b\x32\x17.kvserve.v1.StoreResultH\x00\x42\t\n\x07message\"J\n\x0c\x46\x65tchRequest\x12*\n\ndescriptor\x18\x01 \x01(\x0b\x32\x16.kvserve.v1.Descriptor\x12\x0e\n\x06layers\x18\x02 \x03(\r\"M\n\tFetchHead\x12\x16\n\x0e\x63hunk_statuses\x18\x01 \x01(\x0c\x12(\n\x07\x64\x65tails\x18\x02 \x03(\x0b\x32\x17.kvserve.v1.ChunkDetail\"Z\n\tChunkMiss\x12\x13\n\x0b\x63hunk_index\x18\x01 \x01(\r\x12\'\n\x06status\x18\x02 \x01(\x0e\x32\x17.kvserve.v1.ChunkStatus\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x92\x01\n\nFetchReply\x12%\n\x04head\x18\x01 \x01(\x0b\x32\x15.kvserve.v1.FetchHeadH\x00\x12+\n\x07payload\x18\x02 \x01(\x0b\x32\x18.kvserve.v1.PayloadFrameH\x00\x12%\n\x04miss\x18\x03 \x01(\x0b\x32\x15.kvserve.v1.ChunkMissH\x00\x42\t\n\x07message\";\n\rDeleteRequest\x12*\n\ndescriptor\x18\x01 \x01(\x0b\x32\x16.kvserve.v1.Descriptor\"%\n\x0b\x44\x65leteReply\x12\x16\n\x0e\x63hunk_statuses\x18\x01 \x01(\x0c\"5\n\x0eReleaseRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x13\n\x0blease_owner\x18\x02 \x01(\t\"\'\n\x0cReleaseReply\x12\x17\n\x0freleased_chunks\x18\x01 \x01(\r\"8\n\nPinRequest\x12*\n\ndescriptor\x18\x01 \x01(\x0b\x32\x16.kvserve.v1.Descriptor\"\"\n\x08PinReply\x12\x16\n\x0e\x63hunk_statuses\x18\x01 \x01(\x0c*\x86\x04\n\x0b\x43hunkStatus\x12\x1c\n\x18\x43HUNK_STATUS_UNSPECIFIED\x10\x00\x12\x14\n\x10\x43HUNK_STATUS_HIT\x10\x01\x12\x1c\n\x18\x43HUNK_STATUS_MISS_ABSENT\x10\x02\x12\x1e\n\x1a\x43HUNK_STATUS_MISS_IDENTITY\x10\x03\x12\x1d\n\x19\x43HUNK_STATUS_MISS_CORRUPT\x10\x04\x12\x1b\n\x17\x43HUNK_STATUS_MISS_ERROR\x10\x05\x12\x1d\n\x19\x43HUNK_STATUS_MISS_EVICTED\x10\x06\x12\x1d\n\x19\x43HUNK_STATUS_MISS_EXPIRED\x10\x07\x12\x1d\n\x19\x43HUNK_STATUS_MISS_TIMEOUT\x10\x08\x12\x17\n\x13\x43HUNK_STATUS_NEEDED\x10\x10\x12\x17\n\x13\x43HUNK_STATUS_STORED\x10\x11\x12\x16\n\x12\x43HUNK_STATUS_KNOWN\x10\x12\x12\x1b\n\x17\x43HUNK_STATUS_INCOMPLETE\x10\x13\x12\x19\n\x15\x43HUNK_STATUS_NO_SPACE\x10\x14\x12\x1c\n\x18\x43HUNK_STATUS_STORE_ERROR\x10\x15\x12\x18\n\x14\x43HUNK_STATUS_DELETED\x10 \x12\x17\n\x13\x43HUNK_STATUS_PINNED\x10!\x12\x19\n\x15\x43HUNK_STATUS_UNPINNED\x10\"*o\n\tLayerKind\x12\x1a\n\x16LAYER_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14LAYER_KIND_ATTENTION\x10\x01\x12\x15\n\x11LAYER_KIND_LATENT\x10\x02\x12\x15\n\x11LAYER_KIND_OPAQUE\x10\x03\x32\x81\x04\n\x07KvServe\x12Q\n\rGetServerInfo\x12 .kvserve.v1.GetServerInfoRequest\x1a\x1e.kvserve.v1.GetServerInfoReply\x12<\n\x06Lookup\x12\x19.kvserve.v1.LookupRequest\x1a\x17.kvserve.v1.LookupReply\x12=\n\x05Store\x12\x18.kvserve.v1.StoreRequest\x1a\x16.kvserve.v1.StoreReply(\x01\x30\x01\x12;\n\x05\x46\x65tch\x12\x18.kvserve.v1.FetchRequest\x1a\x16.kvserve.v1.FetchReply0\x01\x12<\n\x06\x44\x65lete\x12\x19.kvserve.v1.DeleteRequest\x1a\x17.kvserve.v1.DeleteReply\x12?\n\x07Release\x12\x1a.kvserve.v1.ReleaseRequest\x1a\x18.kvserve.v1.ReleaseReply\x12\x33\n\x03Pin\x12\x16.kvserve.v1.PinRequest\x1a\x14.kvserve.v1.PinReply\x12\x35\n\x05Unpin\x12\x16.kvserve.v1.PinRequest\x1a\x14.kvserve.v1.PinReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvserve.v1.kvserve_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CHUNKSTATUS']._serialized_start=2563
-  _globals['_CHUNKSTATUS']._serialized_end=3081
-  _globals['_LAYERKIND']._serialized_start=3083
-  _globals['_LAYERKIND']._serialized_end=3194
+  _globals['_CHUNKSTATUS']._serialized_start=2582
+  _globals['_CHUNKSTATUS']._serialized_end=3100
+  _globals['_LAYERKIND']._serialized_start=3102
+  _globals['_LAYERKIND']._serialized_end=3213
   _globals['_LAYERRUN']._serialized_start=40
   _globals['_LAYERRUN']._serialized_end=160
   _globals['_LAYOUT']._serialized_start=162
@@ -54,45 +54,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LIMITS']._serialized_start=819
   _globals['_LIMITS']._serialized_end=957
   _globals['_LOOKUPREQUEST']._serialized_start=959
-  _globals['_LOOKUPREQUEST']._serialized_end=1060
-  _globals['_LOOKUPREPLY']._serialized_start=1062
-  _globals['_LOOKUPREPLY']._serialized_end=1187
-  _globals['_PAYLOADFRAME']._serialized_start=1189
-  _globals['_PAYLOADFRAME']._serialized_end=1303
-  _globals['_STOREOPEN']._serialized_start=1305
-  _globals['_STOREOPEN']._serialized_end=1360
-  _globals['_STOREFINISH']._serialized_start=1362
-  _globals['_STOREFINISH']._serialized_end=1375
-  _globals['_STOREREQUEST']._serialized_start=1378
-  _globals['_STOREREQUEST']._serialized_end=1530
-  _globals['_STORENEEDS']._serialized_start=1532
-  _globals['_STORENEEDS']._serialized_end=1598
-  _globals['_LAYERSTORED']._serialized_start=1600
-  _globals['_LAYERSTORED']._serialized_end=1634
-  _globals['_STORERESULT']._serialized_start=1636
-  _globals['_STORERESULT']._serialized_end=1715
-  _globals['_STOREREPLY']._serialized_start=1718
-  _globals['_STOREREPLY']._serialized_end=1874
-  _globals['_FETCHREQUEST']._serialized_start=1876
-  _globals['_FETCHREQUEST']._serialized_end=1950
-  _globals['_FETCHHEAD']._serialized_start=1952
-  _globals['_FETCHHEAD']._serialized_end=2029
-  _globals['_CHUNKMISS']._serialized_start=2031
-  _globals['_CHUNKMISS']._serialized_end=2121
-  _globals['_FETCHREPLY']._serialized_start=2124
-  _globals['_FETCHREPLY']._serialized_end=2270
-  _globals['_DELETEREQUEST']._serialized_start=2272
-  _globals['_DELETEREQUEST']._serialized_end=2331
-  _globals['_DELETEREPLY']._serialized_start=2333
-  _globals['_DELETEREPLY']._serialized_end=2370
-  _globals['_RELEASEREQUEST']._serialized_start=2372
-  _globals['_RELEASEREQUEST']._serialized_end=2425
-  _globals['_RELEASEREPLY']._serialized_start=2427
-  _globals['_RELEASEREPLY']._serialized_end=2466
-  _globals['_PINREQUEST']._serialized_start=2468
-  _globals['_PINREQUEST']._serialized_end=2524
-  _globals['_PINREPLY']._serialized_start=2526
-  _globals['_PINREPLY']._serialized_end=2560
-  _globals['_KVSERVE']._serialized_start=3197
-  _globals['_KVSERVE']._serialized_end=3710
+  _globals['_LOOKUPREQUEST']._serialized_end=1079
+  _globals['_LOOKUPREPLY']._serialized_start=1081
+  _globals['_LOOKUPREPLY']._serialized_end=1206
+  _globals['_PAYLOADFRAME']._serialized_start=1208
+  _globals['_PAYLOADFRAME']._serialized_end=1322
+  _globals['_STOREOPEN']._serialized_start=1324
+  _globals['_STOREOPEN']._serialized_end=1379
+  _globals['_STOREFINISH']._serialized_start=1381
+  _globals['_STOREFINISH']._serialized_end=1394
+  _globals['_STOREREQUEST']._serialized_start=1397
+  _globals['_STOREREQUEST']._serialized_end=1549
+  _globals['_STORENEEDS']._serialized_start=1551
+  _globals['_STORENEEDS']._serialized_end=1617
+  _globals['_LAYERSTORED']._serialized_start=1619
+  _globals['_LAYERSTORED']._serialized_end=1653
+  _globals['_STORERESULT']._serialized_start=1655
+  _globals['_STORERESULT']._serialized_end=1734
+  _globals['_STOREREPLY']._serialized_start=1737
+  _globals['_STOREREPLY']._serialized_end=1893
+  _globals['_FETCHREQUEST']._serialized_start=1895
+  _globals['_FETCHREQUEST']._serialized_end=1969
+  _globals['_FETCHHEAD']._serialized_start=1971
+  _globals['_FETCHHEAD']._serialized_end=2048
+  _globals['_CHUNKMISS']._serialized_start=2050
+  _globals['_CHUNKMISS']._serialized_end=2140
+  _globals['_FETCHREPLY']._serialized_start=2143
+  _globals['_FETCHREPLY']._serialized_end=2289
+  _globals['_DELETEREQUEST']._serialized_start=2291
+  _globals['_DELETEREQUEST']._serialized_end=2350
+  _globals['_DELETEREPLY']._serialized_start=2352
+  _globals['_DELETEREPLY']._serialized_end=2389
+  _globals['_RELEASEREQUEST']._serialized_start=2391
+  _globals['_RELEASEREQUEST']._serialized_end=2444
+  _globals['_RELEASEREPLY']._serialized_start=2446
+  _globals['_RELEASEREPLY']._serialized_end=2485
+  _globals['_PINREQUEST']._serialized_start=2487
+  _globals['_PINREQUEST']._serialized_end=2543
+  _globals['_PINREPLY']._serialized_start=2545
+  _globals['_PINREPLY']._serialized_end=2579
+  _globals['_KVSERVE']._serialized_start=3216
+  _globals['_KVSERVE']._serialized_end=3729
 # @@protoc_insertion_point(module_scope)

@@ -162,14 +162,16 @@ class Limits(_message.Message):
     def __init__(self, chunks_max: _Optional[int] = ..., message_size_bytes_max: _Optional[int] = ..., frame_size_bytes_max: _Optional[int] = ..., transfers_max: _Optional[int] = ..., lease_ttl_s_max: _Optional[float] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("descriptor", "lease_owner", "lease_ttl_s")
+    __slots__ = ("descriptor", "lease_owner", "lease_ttl_s", "all_ranks")
     DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
     LEASE_OWNER_FIELD_NUMBER: _ClassVar[int]
     LEASE_TTL_S_FIELD_NUMBER: _ClassVar[int]
+    ALL_RANKS_FIELD_NUMBER: _ClassVar[int]
     descriptor: Descriptor
     lease_owner: str
     lease_ttl_s: float
-    def __init__(self, descriptor: _Optional[_Union[Descriptor, _Mapping]] = ..., lease_owner: _Optional[str] = ..., lease_ttl_s: _Optional[float] = ...) -> None: ...
+    all_ranks: bool
+    def __init__(self, descriptor: _Optional[_Union[Descriptor, _Mapping]] = ..., lease_owner: _Optional[str] = ..., lease_ttl_s: _Optional[float] = ..., all_ranks: bool = ...) -> None: ...
 
 class LookupReply(_message.Message):
     __slots__ = ("prefix_chunks", "chunk_statuses", "details", "leased_chunks")
