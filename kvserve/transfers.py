@@ -208,12 +208,30 @@ class Transfers:
                 )
             )
             verdicts = await self._received(where, needed, plane, writer)
+            await self._keep_known(where, missing)
         finally:
             try:
                 await self._abandon_left(writers)
             finally:
                 ledger.unreserve(tenant, file_size_bytes, let_in)
         return dict.fromkeys(refused, _REFUSED) | verdicts
+
+    async def _keep_known(self, where: ChunkLocations, missing: Sequence[int]) -> None:
+        """Before chunks are acknowledged that were there: with "power" their names must stay, too.
+
+        Whoever stored them may not have come that far yet.
+        """
+        if not self._store.survives_power_loss or len(missing) == where.descriptor.chunk_count:
+            return
+        absent = set(missing)
+        directories = sorted(
+            {path.rpartition("/")[0] for i, path in enumerate(where.paths) if i not in absent}
+        )
+        await in_batches(
+            self._threads,
+            lambda position: self._store.fs.sync_dir(directories[position]),
+            range(len(directories)),
+        )
 
     async def _received(
         self,

@@ -82,6 +82,10 @@ class ChunkStore:
     def __repr__(self) -> str:
         return f"<ChunkStore {self.root} {self.open_chunks!r}>"
 
+    @property
+    def survives_power_loss(self) -> bool:
+        return self._policy.survives_power_loss
+
     def locate(self, descriptor: Descriptor) -> ChunkLocations:
         """The files of a descriptor's chunks. Does no I/O."""
         return ChunkLocations(self.root, descriptor)

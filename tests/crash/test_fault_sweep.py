@@ -251,3 +251,22 @@ async def test_power_loss(tmp_path: Path, threads: ThreadPoolExecutor, power: bo
     again = Sender()
     await store(service_over(FaultyFileSystem(), root, threads), again)
     assert all(verdict.status.is_stored for verdict in again.verdicts)
+
+
+async def test_a_known_chunk_is_acknowledged_once_its_name_stays(
+    tmp_path: Path, threads: ThreadPoolExecutor
+) -> None:
+    """Another writer may have renamed it and not synced the directory yet."""
+    root = tmp_path / "kv"
+    root.mkdir()
+    fs = FaultyFileSystem()
+    await store(service_over(fs, root, threads), Sender())  # "process": no name is synced
+    chunks = {str(path) for path in root.glob("*/*/*/*/*")}
+    assert len(chunks) == DESCRIPTOR.chunk_count
+    fs._synced_sizes.clear()  # its bytes and directories are, say
+    fs._unsynced_names &= chunks
+    again = Sender()
+    await store(service_over(fs, root, threads, power=True), again)
+    assert {verdict.status for verdict in again.verdicts} == {ChunkStatus.KNOWN}
+    await asyncio.to_thread(fs.lose_unsynced)
+    assert {str(path) for path in root.glob("*/*/*/*/*")} == chunks
