@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -281,3 +282,27 @@ class TestStart:
         assert fs.created == 2 * files
         assert Tree(root).files() == [f".servers/{tag}"], "an empty claim is one"
         assert open_files() == before
+
+
+def test_a_move_that_hangs_cleans_up_when_it_comes_back(tmp_path: Path) -> None:
+    """Both files go, the one that was left and the one that was to be."""
+    fs = FullTargetsFileSystem(room_bytes=12300)
+    tree = Tree(tmp_path / "kv", fs=fs)
+    before = open_files()
+    writer = tree.store.writer(tree.where, 0)
+
+    def write() -> None:
+        with suppress(StorageUnavailable):
+            tree.write_whole(writer, 0)
+
+    fs.hang(tree.file(0).name, ["read_into"])
+    thread = threading.Thread(target=write)
+    thread.start()
+    while not fs.attempts("read_into", tree.file(0).name):
+        time.sleep(0.001)
+    writer.give_up()
+    assert not writer.is_open
+    fs.heal()
+    thread.join(10)
+    assert tree.files() == []
+    assert is_clean(tree, before)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 import pytest
 
 from kvclient import ChunkStatus
-from kvserve.config import StoreConfig
 from kvserve.testing.fuse_faults import Fault
 from kvserve.testing.fuse_mount import FaultyMount
 from tests.faults.mounts import Case, Serving, chunk_files, statuses, temp_files, until
@@ -23,11 +22,6 @@ MISSES = {status for status in ChunkStatus if status.name in ("MISS_ERROR", "MIS
 TIMEOUT_S = 0.5
 # What a chunk that hangs may cost: a deadline for its open, one for its read, and some.
 PATIENCE_S = 4.0
-
-needs_deadlines = pytest.mark.skipif(
-    "io_timeout_s" not in StoreConfig.model_fields,
-    reason="this server has no deadline for file calls (store.io_timeout_s)",
-)
 
 
 @pytest.fixture
@@ -44,7 +38,6 @@ def other_on(case: Case) -> Case:
     return Case(case.mount, case.serving, "other")
 
 
-@needs_deadlines
 @pytest.mark.parametrize("on", ["read", "open"])
 def test_a_hung_chunk_is_a_miss_and_nobody_else_waits(own: Case, on: str) -> None:
     """T7: the others of the same fetch are whole, other fetches are not held up."""
@@ -68,7 +61,6 @@ def test_a_hung_chunk_is_a_miss_and_nobody_else_waits(own: Case, on: str) -> Non
     assert statuses(own.get()) == [HIT] * 8
 
 
-@needs_deadlines
 def test_a_hung_stat(own: Case) -> None:
     """A lookup has an answer for every chunk in time."""
     other = other_on(own)
@@ -83,7 +75,6 @@ def test_a_hung_stat(own: Case) -> None:
     own.mount.heal()
 
 
-@needs_deadlines
 @pytest.mark.parametrize("on", ["write", "fsync", "rename"])
 def test_a_hung_write_costs_its_chunk(own: Case, on: str) -> None:
     """The others are stored; what hung leaves nothing once it comes back; a put heals."""
@@ -98,7 +89,6 @@ def test_a_hung_write_costs_its_chunk(own: Case, on: str) -> None:
     assert statuses(own.get()) == [HIT] * 8
 
 
-@needs_deadlines
 def test_everything_hangs(own: Case) -> None:
     """Every request ends in time; the server serves again as soon as the mount does."""
     assert statuses(own.put()) == [STORED] * 8
