@@ -104,7 +104,7 @@ class Lookups:
                 lambda: [key for key, it in zip(keys, verdicts, strict=True) if it is HIT],
             )
         finally:
-            exchange.keep(owner, where.shard, hits, ttl_s)
+            exchange.narrow(owner, where.shard, hits)
         self._health.note_reading(statuses)
         await self.explain(where.descriptor, verdicts)
         return verdicts, len(hits)

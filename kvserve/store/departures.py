@@ -7,10 +7,13 @@ Told by this server's evictor and by the journals of the others (`exchange.py`).
 import threading
 from collections.abc import Callable, Iterable
 from itertools import islice
+from typing import TypeVar
 
 from kvserve.store.journal import Record, RecordKind
 
-_LEAVING_S_MAX = 60.0
+_T = TypeVar("_T")
+
+LEAVING_S_MAX = 60.0
 """An evictor that died leaves its picks open: after so long they count as staying."""
 
 
@@ -21,33 +24,44 @@ class Departures:
         self._remembered_max = remembered_max
         self._clock = clock
         self._lock = threading.Lock()
-        self._leaving: dict[int, float] = {}
+        # By evictor: two may pick the same chunk, and one's "stayed" is not the other's.
+        self._leaving: dict[str, dict[int, float]] = {}
         self._gone: dict[int, None] = {}
 
     def __repr__(self) -> str:
-        return f"<Departures {len(self._leaving)} leaving, {len(self._gone)} gone>"
+        leaving = sum(map(len, self._leaving.values()))
+        return f"<Departures {leaving} leaving, {len(self._gone)} gone>"
 
-    def apply(self, records: Iterable[Record]) -> None:
-        """In the order in which their evictor wrote them."""
+    def apply(self, evictor: str, records: Iterable[Record]) -> None:
+        """What one evictor has written, in that order."""
         with self._lock:
+            # A copy takes its place: `is_leaving` takes no lock.
+            leaving = dict(self._leaving.get(evictor, {}))
             for record in records:
                 if record.kind is RecordKind.LEAVING:
-                    self._leaving[record.key] = record.at
+                    leaving.pop(record.key, None)
+                    leaving[record.key] = record.at
                     continue
-                self._leaving.pop(record.key, None)
+                leaving.pop(record.key, None)
                 if record.kind is RecordKind.GONE:
                     self._gone.pop(record.key, None)
                     self._gone[record.key] = None
-            for remembered in (self._leaving, self._gone):
-                excess = len(remembered) - self._remembered_max
-                for oldest in list(islice(remembered, max(0, excess))):
-                    del remembered[oldest]
+            _keep_last(leaving, self._remembered_max)
+            _keep_last(self._gone, self._remembered_max)
+            others = {name: it for name, it in self._leaving.items() if name != evictor}
+            self._leaving = {**others, evictor: leaving} if leaving else others
 
     def is_leaving(self, key: int) -> bool:
         """An evictor has picked the chunk and not said yet how that ended."""
-        picked_at = self._leaving.get(key)
-        return picked_at is not None and self._clock() - picked_at <= _LEAVING_S_MAX
+        picks = [it[key] for it in self._leaving.values() if key in it]
+        return bool(picks) and self._clock() - max(picks) <= LEAVING_S_MAX
 
     def was_evicted(self, key: int) -> bool:
         """Among the last that were evicted. It may have been stored anew since."""
         return key in self._gone
+
+
+def _keep_last(remembered: dict[int, _T], count_max: int) -> None:
+    excess = len(remembered) - count_max
+    for oldest in list(islice(remembered, max(0, excess))):
+        del remembered[oldest]

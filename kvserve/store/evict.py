@@ -18,6 +18,7 @@ from kvserve.errors import StorageError
 from kvserve.fs import FileSystem
 from kvserve.policy.eviction import SAMPLE_MIN, TAKEN_OF_SAMPLE, Candidate, choose
 from kvserve.policy.quota import Amount, Pressure, above_floor
+from kvserve.store.departures import LEAVING_S_MAX
 from kvserve.store.exchange import Exchange
 from kvserve.store.journal import RecordKind
 from kvserve.store.known import KnownChunks, known_key
@@ -31,6 +32,10 @@ _SHARDS_A_ROUND = 64
 _BATCH_MAX = 256
 _STUBBORN_MAX = 4096
 _STUBBORN_S = 600.0
+_PICKS_HOLD_S = LEAVING_S_MAX / 2
+"""On a tree so slow that a batch takes longer, the rest of it stays: others stop believing it."""
+_UNREADABLE_MAX = 16
+"""Directories in a round that cannot be listed; with more the tree is at fault, not they."""
 
 
 @dataclass(slots=True)
@@ -76,12 +81,21 @@ class Evictor:
         result = EvictionResult()
         wanted = pressure.excess
         pool: list[Candidate] = []
-        fresh = 0
+        fresh = unreadable = 0
         deck = self._deck(pressure.tenant)
         while wanted.size_bytes > 0 or wanted.files > 0:
             directory = next(deck, None)
             if directory is not None:
-                seen = self._candidates(directory)
+                try:
+                    seen = self._candidates(directory)
+                except StorageError as error:
+                    # One bad directory must not keep the rest of the tree from being evicted.
+                    result.failed += 1
+                    unreadable += 1
+                    if unreadable > _UNREADABLE_MAX:
+                        raise
+                    log.warning("cannot evict from %s: %s", directory, error)
+                    seen = []
                 pool += seen
                 fresh += len(seen)
                 if fresh < SAMPLE_MIN:
@@ -104,7 +118,12 @@ class Evictor:
 
     def expire_blocking(self, directory: str, unused_s: float, result: EvictionResult) -> None:
         """Evicts the chunks of one directory that nobody has used for so long."""
-        expired = self.expired_blocking(directory, unused_s)
+        try:
+            expired = self.expired_blocking(directory, unused_s)
+        except StorageError as error:
+            result.failed += 1
+            log.warning("cannot evict from %s: %s", directory, error)
+            return
         for at in range(0, len(expired), _BATCH_MAX):
             self.evict_blocking(expired[at : at + _BATCH_MAX], result, for_others=False)
 
@@ -122,28 +141,25 @@ class Evictor:
         """
         keys = {it: self._key(it) for it in chosen}
         now = self._clock()
-        self._exchange.announce_blocking(RecordKind.LEAVING, keys.values(), now)
-        outcomes = {RecordKind.GONE: list[int](), RecordKind.STAYED: list[int]()}
-        left = set(keys.values())
+        outcomes = dict.fromkeys(keys.values(), RecordKind.STAYED)
         try:
+            self._exchange.announce_picks_blocking(keys.values(), now)
             leased = self._exchange.leased_by_others_blocking(now)
             for candidate, key in keys.items():
                 is_gone = (
-                    key not in leased
+                    self._clock() - now < _PICKS_HOLD_S
+                    and key not in leased
                     and not self._exchange.leases.holds(key)
                     and (not for_others or self._may_take(candidate))
                     and self._delete(candidate, key, result)
                 )
                 if is_gone:
                     result.evicted += Amount(candidate.size_bytes, 1)
+                    outcomes[key] = RecordKind.GONE
                 else:
                     result.held += 1
-                outcomes[RecordKind.GONE if is_gone else RecordKind.STAYED].append(key)
-                left.discard(key)
         finally:
-            outcomes[RecordKind.STAYED].extend(left)
-            for kind, ended in outcomes.items():
-                self._exchange.announce_blocking(kind, ended, now)
+            self._exchange.announce_outcomes_blocking(outcomes, now)
 
     def _may_take(self, candidate: Candidate) -> bool:
         ledger = self._ledger
@@ -162,8 +178,7 @@ class Evictor:
             is_gone = self._fs.unlink(path)
         except StorageError as error:
             result.failed += 1
-            self._skip(path)
-            log.warning("cannot evict %s, skipped for %.0f s: %s", path, _STUBBORN_S, error)
+            self._skip(path, error)
             return False
         self._known.discard(key)
         if is_gone:
@@ -171,7 +186,8 @@ class Evictor:
         self._open_chunks.close_released_blocking()
         return is_gone
 
-    def _skip(self, path: str) -> None:
+    def _skip(self, path: str, error: StorageError) -> None:
+        log.warning("cannot evict %s, skipped for %.0f s: %s", path, _STUBBORN_S, error)
         self._stubborn[path] = self._clock() + _STUBBORN_S
         while len(self._stubborn) > _STUBBORN_MAX:
             del self._stubborn[next(iter(self._stubborn))]
@@ -185,7 +201,11 @@ class Evictor:
             path = f"{directory}/{name}"
             if not is_chunk_name(name) or self._stubborn.get(path, 0.0) > now:
                 continue
-            seen = self._fs.stat(path)
+            try:
+                seen = self._fs.stat(path)
+            except StorageError as error:
+                self._skip(path, error)
+                continue
             if seen is None or seen.is_marked:
                 continue
             found.append(Candidate(tenant, directory, name, seen.size_bytes, seen.modified_at))

@@ -14,7 +14,7 @@ and Lustre does; NFS with attribute caching does not.
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvserve.fs import FileSystem
 from kvserve.store.departures import Departures
@@ -72,24 +72,27 @@ class Exchange:
 
         Raises:
             Overloaded: too many chunks are leased.
-            StorageError: the tree refused; nothing is leased.
+            StorageError: the tree refused; the owner holds what it held before.
         """
+        held = self.leases.held(owner, shard)
         expires_at = self.leases.grant(owner, shard, keys, ttl_s)
         records = [Record(key, RecordKind.LEASED, expires_at) for key in keys]
         try:
             with self._leasing:
-                if self._lease_file.is_full:
+                if self._lease_file.is_due:
                     self._lease_file.replace(self._lease_records())
                 else:
                     self._lease_file.append(records)
             self.read_departures_blocking()
         except BaseException:
-            self.release(owner)
+            # Not `release`: the owner's other leases have been promised.
+            self.leases.put_back(owner, shard, held)
+            self._is_lease_file_stale = True
             raise
 
-    def keep(self, owner: LeaseOwner, shard: str, keys: Sequence[int], ttl_s: float) -> None:
+    def narrow(self, owner: LeaseOwner, shard: str, keys: Sequence[int]) -> None:
         """Narrows a lease to the chunks that turned out to be stored. Does no I/O."""
-        self.leases.grant(owner, shard, keys, ttl_s)
+        self.leases.narrow(owner, shard, keys)
         self._is_lease_file_stale = True
 
     def release(self, owner: LeaseOwner) -> int:
@@ -104,8 +107,12 @@ class Exchange:
         self.leases.drop_expired()
         if self._is_lease_file_stale or self.leases.chunks != before:
             self._is_lease_file_stale = False
-            with self._leasing:
-                self._lease_file.replace(self._lease_records())
+            try:
+                with self._leasing:
+                    self._lease_file.replace(self._lease_records())
+            except BaseException:
+                self._is_lease_file_stale = True
+                raise
 
     def leased_by_others_blocking(self, now: float) -> set[int]:
         """The chunks that other servers have leased."""
@@ -116,12 +123,19 @@ class Exchange:
                 leased.update(it.key for it in records if it.at + _LATE_S > now)
         return leased
 
-    def announce_blocking(self, kind: RecordKind, keys: Iterable[int], now: float) -> None:
-        """Tells everybody, this server first, how eviction goes on with these chunks."""
-        records = [Record(key, kind, now) for key in keys]
-        self.departures.apply(records)
-        if kind is RecordKind.LEAVING and self._evicted_file.is_full:
-            self._evicted_file.replace(())  # no pick is open here: readers miss nothing
+    def announce_picks_blocking(self, keys: Iterable[int], now: float) -> None:
+        """Tells everybody, this server first, which chunks are about to be evicted."""
+        records = [Record(key, RecordKind.LEAVING, now) for key in keys]
+        self.departures.apply(self._tag, records)
+        if self._evicted_file.is_due:
+            self._evicted_file.replace(records)  # no pick is open here: readers miss nothing
+        else:
+            self._evicted_file.append(records)
+
+    def announce_outcomes_blocking(self, outcomes: Mapping[int, RecordKind], now: float) -> None:
+        """Tells everybody what became of the chunks that were picked."""
+        records = [Record(key, kind, now) for key, kind in outcomes.items()]
+        self.departures.apply(self._tag, records)
         self._evicted_file.append(records)
 
     def read_departures_blocking(self) -> None:
@@ -136,7 +150,7 @@ class Exchange:
                     reader = JournalReader(self._fs, f"{self._evicted_dir}/{name}")
                     self._readers[name] = reader
                 records, is_replaced = reader.read_blocking()
-                self.departures.apply(records)
+                self.departures.apply(name, records)
                 for record in records:
                     if record.kind is not RecordKind.STAYED:
                         self._known.discard(record.key)
@@ -149,9 +163,13 @@ class Exchange:
         A server that stops leaves its files: its leases hold until they expire.
         """
         for directory in (self._leases_dir, self._evicted_dir):
-            for name in self._names(directory):
+            for name in self._fs.list_dir(directory):
                 path = f"{directory}/{name}"
-                if name == self._tag or lives(name):
+                tag, _, is_unfinished = name.partition(".")
+                if tag == self._tag or lives(tag):
+                    continue
+                if is_unfinished:
+                    self._fs.unlink(path)
                     continue
                 records = read_all_blocking(self._fs, path)
                 if not any(it.at + _KEPT_S > now for it in records):
@@ -163,8 +181,10 @@ class Exchange:
             for reader in self._readers.values():
                 reader.close()
             self._readers.clear()
-        self._lease_file.close()
-        self._evicted_file.close()
+        try:
+            self._lease_file.close()
+        finally:
+            self._evicted_file.close()
 
     def _lease_records(self) -> list[Record]:
         return [Record(key, RecordKind.LEASED, at) for key, at in self.leases.records()]

@@ -8,14 +8,18 @@ written when it is read is read the next time.
 
 import struct
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 
+from kvserve.errors import StorageError, StorageUnavailable
 from kvserve.fs import FileSystem
 
 _RECORD = struct.Struct("<QdB7x")
 _READ_SIZE_BYTES = _RECORD.size << 14
 _SIZE_BYTES_MAX = _RECORD.size << 18
+_READS_MAX = 1 << 12
+"""Far more records than `capacity.leased_chunks_max` allows: one lease unread is one broken."""
 
 
 class RecordKind(IntEnum):
@@ -38,7 +42,11 @@ class Record:
 
 
 class JournalWriter:
-    """The one writer of a file, at `path`. All methods block; one thread at a time."""
+    """The one writer of a file, at `path`. All methods block; one thread at a time.
+
+    After an error the next record starts the file anew: readers may have seen part of what failed,
+    and would miss what is written over it.
+    """
 
     def __init__(self, fs: FileSystem, path: str) -> None:
         self._fs = fs
@@ -48,40 +56,53 @@ class JournalWriter:
         self._size = 0
 
     @property
-    def is_full(self) -> bool:
-        """Time to `replace`."""
-        return self._size >= _SIZE_BYTES_MAX
+    def is_due(self) -> bool:
+        """Time to `replace`: the file is long, or there is none that could be written on."""
+        return self._fd is None or self._size >= _SIZE_BYTES_MAX
 
     def append(self, records: Sequence[Record]) -> None:
-        """Every reader finds the records once this returns.
+        """Every reader finds the records once this returns; without a file they start one.
 
         Raises:
             StorageError: the tree refused.
         """
         if self._fd is None:
-            self.replace(())
-        assert self._fd is not None
+            self.replace(records)
+            return
         data = _packed(records)
-        self._fs.write_all(self._fd, data, self._size)
+        try:
+            self._fs.write_all(self._fd, data, self._size)
+        except BaseException:
+            self._close_quietly()
+            raise
         self._size += len(data)
 
     def replace(self, records: Iterable[Record]) -> None:
-        """Starts the file anew with these records."""
-        self.close()
+        """Starts the file anew with these records; on an error readers find the old one."""
+        self._close_quietly()
         self._fs.make_dirs(self._path.rpartition("/")[0])
         self._fs.unlink(self._temp)
         fd = self._fs.create(self._temp)
-        assert fd is not None, f"{self._path}: its directory vanished"
-        self._fd, self._size = fd, 0
+        if fd is None:
+            raise StorageUnavailable(f"{self._path}: its directory vanished")
+        self._fd = fd
         data = _packed(records)
-        self._fs.write_all(fd, data, 0)
-        self._fs.rename(self._temp, self._path)
+        try:
+            self._fs.write_all(fd, data, 0)
+            self._fs.rename(self._temp, self._path)
+        except BaseException:
+            self._close_quietly()
+            raise
         self._size = len(data)
 
     def close(self) -> None:
         fd, self._fd = self._fd, None
         if fd is not None:
             self._fs.close(fd)
+
+    def _close_quietly(self) -> None:
+        with suppress(StorageError):  # what was in it has been read, or is written anew
+            self.close()
 
 
 class JournalReader:
@@ -92,13 +113,25 @@ class JournalReader:
         self._path = path
         self._fd: int | None = None
         self._position = 0
+        self._has_failed = False
 
     def read_blocking(self) -> tuple[list[Record], bool]:
         """New records, and whether some may have been missed (the file was replaced).
 
         Raises:
-            StorageError: the tree refused.
+            StorageError: the tree refused. The next read begins at the start: what this one had
+                got counts as not read.
         """
+        try:
+            found, is_replaced = self._read()
+        except BaseException:
+            self.close()
+            self._has_failed = True
+            raise
+        is_replaced, self._has_failed = is_replaced or self._has_failed, False
+        return found, is_replaced
+
+    def _read(self) -> tuple[list[Record], bool]:
         is_replaced = False
         found: list[Record] = []
         if self._fd is not None:
@@ -117,14 +150,14 @@ class JournalReader:
         fd, self._fd = self._fd, None
         self._position = 0
         if fd is not None:
-            self._fs.close(fd)
+            with suppress(StorageError):  # read only: nothing is lost
+                self._fs.close(fd)
 
     def _read_on(self) -> list[Record]:
         assert self._fd is not None
         found: list[Record] = []
         buffer = memoryview(bytearray(_READ_SIZE_BYTES))
-        # A writer replaces its file long before this many rounds.
-        for _ in range(2 * _SIZE_BYTES_MAX // _READ_SIZE_BYTES):
+        for _ in range(_READS_MAX):
             got = self._fs.read_into(self._fd, buffer, self._position)
             whole = got - got % _RECORD.size
             found += unpacked(buffer[:whole])

@@ -15,8 +15,10 @@ LeaseOwner = tuple[str, str]
 """Tenant and request."""
 
 
-@dataclass(slots=True)
-class _Lease:
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Chunks of one shard, by their keys."""
+
     keys: Sequence[int]
     expires_at: float
 
@@ -30,7 +32,7 @@ class Leases:
         self.clock = clock
         self._lock = threading.Lock()
         # By owner, then by shard directory: a request of many ranks looks up each rank's chunks.
-        self._by_owner: dict[LeaseOwner, dict[str, _Lease]] = {}
+        self._by_owner: dict[LeaseOwner, dict[str, Lease]] = {}
         # By chunk: how many leases hold it.
         self._holders: dict[int, int] = {}
         self._chunks = 0
@@ -47,26 +49,38 @@ class Leases:
         """Replaces what the owner held of this shard; returns when it expires, by the clock.
 
         Raises:
-            Overloaded: more chunks would be leased than the bound allows.
+            Overloaded: more chunks would be leased than the bound allows; what was held still is.
         """
         with self._lock:
-            self._drop(owner, shard)
-            if self._chunks + len(keys) > self._chunks_max:
+            if self._chunks_without(owner, shard) + len(keys) > self._chunks_max:
                 self._drop_expired()
-            if self._chunks + len(keys) > self._chunks_max:
+            if self._chunks_without(owner, shard) + len(keys) > self._chunks_max:
                 raise Overloaded(
                     f"{self._chunks} chunks are leased (capacity.leased_chunks_max); release some "
                     "or retry when some have expired",
                     retry_after_s=1.0,
                 )
-            if not keys:
-                return self.clock()
-            lease = _Lease(keys, self.clock() + ttl_s)
-            self._by_owner.setdefault(owner, {})[shard] = lease
-            self._chunks += len(keys)
-            for key in keys:
-                self._holders[key] = self._holders.get(key, 0) + 1
+            lease = Lease(keys, self.clock() + ttl_s)
+            self._put(owner, shard, lease)
             return lease.expires_at
+
+    def narrow(self, owner: LeaseOwner, shard: str, keys: Sequence[int]) -> None:
+        """The owner keeps only these of what it holds of this shard, until the same time; nothing
+        if that was released or has expired meanwhile."""
+        with self._lock:
+            held = self._by_owner.get(owner, {}).get(shard)
+            if held is not None:
+                self._put(owner, shard, Lease(keys, held.expires_at))
+
+    def held(self, owner: LeaseOwner, shard: str) -> Lease | None:
+        """What the owner holds of this shard."""
+        with self._lock:
+            return self._by_owner.get(owner, {}).get(shard)
+
+    def put_back(self, owner: LeaseOwner, shard: str, held: Lease | None) -> None:
+        """Undoes a grant: the owner holds again what it held of this shard before."""
+        with self._lock:
+            self._put(owner, shard, held or Lease((), 0.0))
 
     def release(self, owner: LeaseOwner) -> int:
         """How many chunks were given free; 0 if the owner has no lease (any more)."""
@@ -102,6 +116,19 @@ class Leases:
         ]
         for owner, shard in expired:
             self._drop(owner, shard)
+
+    def _chunks_without(self, owner: LeaseOwner, shard: str) -> int:
+        held = self._by_owner.get(owner, {}).get(shard)
+        return self._chunks - (len(held.keys) if held is not None else 0)
+
+    def _put(self, owner: LeaseOwner, shard: str, lease: Lease) -> None:
+        self._drop(owner, shard)
+        if not lease.keys:
+            return
+        self._by_owner.setdefault(owner, {})[shard] = lease
+        self._chunks += len(lease.keys)
+        for key in lease.keys:
+            self._holders[key] = self._holders.get(key, 0) + 1
 
     def _drop(self, owner: LeaseOwner, shard: str) -> int:
         leases = self._by_owner.get(owner, {})

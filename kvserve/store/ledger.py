@@ -104,6 +104,11 @@ class Ledger:
             self._cursor = _place(directory)
             self._ahead.pop(directory, None)
 
+    def drop_count(self) -> None:
+        """The walk has failed: as if it had not begun."""
+        with self._lock:
+            self._cursor, self._passed, self._ahead = None, {}, {}
+
     def end_count(self, counted: Mapping[str, Amount]) -> tuple[UsageByTenant, UsageByTenant]:
         """The walk has seen `counted`.
 

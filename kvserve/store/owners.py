@@ -130,8 +130,12 @@ class Owner:
             raise StorageUnavailable(
                 f"{self._directory} is gone: is the file system of the root still mounted?"
             )
-        if not self._may_lead:
-            self._fs.mark(self._path(tag), is_marked=True)
+        try:
+            if not self._may_lead:
+                self._fs.mark(self._path(tag), is_marked=True)
+        except BaseException:
+            self._fs.close(fd)
+            raise
         return fd
 
     def _write(self, fd: int) -> None:

@@ -13,18 +13,21 @@ from kvserve.errors import StorageError
 from kvserve.fs import FileSystem
 from kvserve.store.owners import Owner
 from kvserve.store.paths import temp_owner
-from kvserve.store.tree import walk_blocking
+from kvserve.store.tree import FAN, walk_blocking
 from kvserve.store.tree_count import TreeCount
 
 
 @dataclass(slots=True)
 class SweepResult:
-    """Counts of one round; `directory`: the one that was looked at last."""
+    """Counts of one round; `directory`: the one that was looked at last, `is_fan` whether chunks
+    are in it; `unlisted`: directories, among the failures, that could not be listed."""
 
     directories: int = 0
     removed: int = 0
     failed: int = 0
+    unlisted: int = 0
     directory: str = ""
+    is_fan: bool = False
 
 
 def sweep_blocking(
@@ -40,7 +43,7 @@ def sweep_blocking(
     result = SweepResult()
     for directory in walk_blocking(fs, root):
         result.directories += 1
-        result.directory = directory.path
+        result.directory, result.is_fan = directory.path, directory.level == FAN
         try:
             if count is not None:
                 count.enter(directory)
@@ -52,6 +55,7 @@ def sweep_blocking(
                     _remove_if_dead(f"{directory.path}/{entry.name}", tag, owner, result, fs=fs)
         except StorageError:
             result.failed += 1
+            result.unlisted += 1
         yield result
     if not result.failed:
         owner.forget_blocking(dead)

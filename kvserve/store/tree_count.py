@@ -35,6 +35,10 @@ class TreeCount:
             size_bytes = self._size(directory, name)
             self._counted[tenant] = self._counted.get(tenant, Amount()) + Amount(size_bytes, 1)
 
+    def give_up(self) -> None:
+        """The walk did not see everything: usage stays as it was."""
+        self._ledger.drop_count()
+
     def finish(self) -> tuple[UsageByTenant, UsageByTenant]:
         """See `Ledger.end_count`."""
         return self._ledger.end_count(self._counted)

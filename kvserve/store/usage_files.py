@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvserve.errors import StorageUnavailable
 from kvserve.fs import FileSystem
 from kvserve.policy.quota import Amount
 from kvserve.store.ledger import UsageByTenant
@@ -133,7 +134,8 @@ class UsageFiles:
         self._fs.make_dirs(self._directory)
         self._fs.unlink(temp)
         fd = self._fs.create(temp)
-        assert fd is not None, f"{self._directory} vanished"
+        if fd is None:
+            raise StorageUnavailable(f"{self._directory} vanished")
         try:
             self._fs.write_all(fd, json.dumps(record).encode(), 0)
         finally:

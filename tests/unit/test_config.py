@@ -9,6 +9,8 @@ from pydantic import ValidationError
 
 from kvserve.config import Config, TenantConfig, load_config, parse_value, render_toml
 from kvserve.errors import InvalidRequest
+from kvserve.open_tree import quotas_of
+from kvserve.policy.quota import Amount
 
 
 @pytest.fixture
@@ -184,3 +186,48 @@ class TestRendering:
     def test_odd_paths_are_escaped(self, write: Any, root: str) -> None:
         config = load_config(None, {"store": {"root": root}})
         assert load_config(write(render_toml(config, with_comments=False)), {}) == config
+
+
+class TestCapacity:
+    def test_caps_are_off_and_sizes_may_have_units(self) -> None:
+        assert not quotas_of(Config()).total
+        assert not quotas_of(Config()).default.ceiling
+        config = load_config(
+            None,
+            {
+                "capacity": {"size_bytes_max": "1TiB", "files_max": 9, "tenant_files_max": 3},
+                "tenants": {"gold": {"size_bytes_floor": "10GiB", "size_bytes_max": "20GiB"}},
+            },
+        )
+        quotas = quotas_of(config)
+        assert quotas.total == Amount(1 << 40, 9)
+        assert quotas.of("anybody").ceiling == Amount(0, 3)
+        gold = quotas.of("gold")
+        assert gold.ceiling == Amount(20 << 30, 3), "what it does not say is as for all"
+        assert gold.floor_size_bytes == 10 << 30
+
+    @pytest.mark.parametrize(
+        ("sections", "named"),
+        [
+            ({"capacity": {"low_watermark": 0.96}}, "low_watermark"),
+            ({"capacity": {"high_watermark": 1.1}}, "high_watermark"),
+            ({"capacity": {"lease_ttl_s_max": 0.0}}, "lease_ttl_s_max"),
+            ({"tenants": {"../x": {}}}, "tenant"),
+            ({"tenants": {"t": {"size_bytes_cap": 5}}}, "tenants.t.size_bytes_cap"),
+            (
+                {
+                    "capacity": {"size_bytes_max": 1000},
+                    "tenants": {"t": {"size_bytes_floor": 500}, "u": {"size_bytes_floor": 401}},
+                },
+                "901 bytes",
+            ),
+        ],
+        ids=str,
+    )
+    def test_what_cannot_be_is_refused(self, sections: Any, named: str) -> None:
+        with pytest.raises(InvalidRequest, match=named):
+            load_config(None, sections)
+
+    def test_floors_up_to_the_low_watermark_are_fine(self) -> None:
+        tenants = {"t": {"size_bytes_floor": 500}, "u": {"size_bytes_floor": 400}}
+        load_config(None, {"capacity": {"size_bytes_max": 1000}, "tenants": tenants})

@@ -233,3 +233,21 @@ def test_a_held_chunk_stays_open_when_its_transfer_has_ended(tree: Path) -> None
     assert cache.taken == 0
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(chunk.fd)
+
+
+class TestForgettingWhatIsIdle:
+    """An evictor leaves what is being read."""
+
+    def test_a_chunk_in_use_stays_found(self, tree: Path) -> None:
+        cache = Cache(tree, 8)
+        chunk = cache.acquire(0)
+        assert not cache.chunks.forget_idle(cache.path(0))
+        assert cache.acquire(0) is chunk
+        cache.chunks.release_all([chunk, chunk])
+        assert cache.chunks.forget_idle(cache.path(0))
+        assert cache.chunks.acquire(cache.path(0)) is None
+        cache.chunks.close_released_blocking()
+        assert cache.taken == 0
+
+    def test_what_nobody_has_open_may_go(self, tree: Path) -> None:
+        assert Cache(tree, 8).chunks.forget_idle("nowhere")

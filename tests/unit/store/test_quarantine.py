@@ -7,7 +7,7 @@ import pytest
 
 from kvserve.errors import StorageUnavailable
 from kvserve.fs import PosixFileSystem
-from kvserve.store.quarantine import set_aside_blocking
+from kvserve.store.quarantine import Quarantine, set_aside_blocking
 
 BAD, GOOD = b"damaged", b"a good one"
 
@@ -82,3 +82,53 @@ def test_a_refused_move_is_told(tmp_path: Path, damaged: Path) -> None:
     with pytest.raises(StorageUnavailable, match="EROFS"):
         set_aside(Refusing(), tmp_path, damaged)
     assert damaged.read_bytes() == BAD
+
+
+class TestBound:
+    """All files together; the oldest make room."""
+
+    def take(self, root: Path, name: str, size_bytes: int, at: float, bound: int = 100) -> int:
+        path = root / "t" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes(size_bytes))
+        os.utime(path, (at, at))
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            quarantine = Quarantine(PosixFileSystem(), str(root), size_bytes_max=bound)
+            return quarantine.take_blocking(str(path), fd)
+        finally:
+            os.close(fd)
+
+    def kept(self, root: Path) -> list[str]:
+        return sorted(os.listdir(root / ".quarantine"))
+
+    def test_the_oldest_make_room(self, tmp_path: Path) -> None:
+        assert self.take(tmp_path, "b", 40, 1.0) == 40
+        self.take(tmp_path, "a", 40, 2.0)
+        self.take(tmp_path, "c", 20, 3.0)
+        assert self.kept(tmp_path) == ["t@a", "t@b", "t@c"], "just within the bound"
+        self.take(tmp_path, "d", 1, 4.0)
+        assert self.kept(tmp_path) == ["t@a", "t@c", "t@d"]
+
+    def test_a_larger_file_is_not_kept_and_counts_as_taken(self, tmp_path: Path) -> None:
+        assert self.take(tmp_path, "a", 101, 1.0) == 101
+        assert self.kept(tmp_path) == []
+        assert not (tmp_path / "t" / "a").exists()
+
+    def test_no_room_at_all(self, tmp_path: Path) -> None:
+        self.take(tmp_path, "a", 1, 1.0, bound=0)
+        assert self.kept(tmp_path) == []
+
+    def test_a_refusing_file_system_costs_the_evidence_its_room_only(self, tmp_path: Path) -> None:
+        class Refusing(PosixFileSystem):
+            def unlink(self, path: str) -> bool:
+                raise StorageUnavailable("unlink: EIO")
+
+        path = tmp_path / "t" / "a"
+        path.parent.mkdir()
+        path.write_bytes(BAD)
+        fd = os.open(path, os.O_RDONLY)
+        quarantine = Quarantine(Refusing(), str(tmp_path), size_bytes_max=0)
+        assert quarantine.take_blocking(str(path), fd) == len(BAD)
+        assert quarantine.taken == 1
+        os.close(fd)
