@@ -37,11 +37,11 @@ class ServerConfig(_Section):
         description="Address of the gRPC service: HOST:PORT, [V6]:PORT or unix:PATH.",
     )
 
-    @field_validator("listen")
+    @field_validator("listen", "metrics_listen")
     @classmethod
     def _port_exists(cls, listen: str) -> str:
         port = listen.rpartition(":")[2]
-        if not listen.startswith("unix:") and int(port) > 65_535:
+        if listen and not listen.startswith("unix:") and int(port) > 65_535:
             raise ValueError(f"port {port} is above 65535")
         return listen
 
@@ -148,6 +148,10 @@ class CapacityConfig(_Section):
     def _watermarks(self) -> "CapacityConfig":
         if self.low_watermark > self.high_watermark:
             raise ValueError("low_watermark must not be above high_watermark")
+        if 0 < self.ttl_s < 2 * self.touch_interval_s:
+            raise ValueError(
+                "ttl_s must be at least twice touch_interval_s: else chunks in use would expire"
+            )
         return self
 
 

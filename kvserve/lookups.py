@@ -24,6 +24,7 @@ from kvserve.transfer.long_steps import LongSteps
 
 log = logging.getLogger(__name__)
 
+RANKS_MAX: Final = 1024
 RANKS_CHUNKS_MAX: Final = 1 << 19
 """Chunks times ranks of one lookup."""
 
@@ -91,8 +92,9 @@ class Lookups:
         keys = await self._long_steps.run(chunk_count, lambda: where.known_keys)
         try:
             await self.run(exchange.grant_blocking, owner, where.shard, keys, ttl_s)
-        except StorageUnavailable:
-            exchange.release(owner)  # a call that hangs has not done it
+        except StorageUnavailable as error:
+            if error.timeout_s:  # a call that hangs has not put back what was held
+                exchange.narrow(owner, where.shard, ())
             raise
         verdicts = [HIT] * chunk_count
         hits: list[int] = []
@@ -104,7 +106,9 @@ class Lookups:
                 lambda: [key for key, it in zip(keys, verdicts, strict=True) if it is HIT],
             )
         finally:
-            exchange.narrow(owner, where.shard, hits)
+            await self._long_steps.run(
+                chunk_count, lambda: exchange.narrow(owner, where.shard, hits)
+            )
         self._health.note_reading(statuses)
         await self.explain(where.descriptor, verdicts)
         return verdicts, len(hits)
@@ -124,10 +128,11 @@ class Lookups:
         """
         descriptor = where.descriptor
         count = descriptor.shard.count
-        if descriptor.chunk_count * count > RANKS_CHUNKS_MAX:
+        if count > RANKS_MAX or descriptor.chunk_count * count > RANKS_CHUNKS_MAX:
             raise InvalidRequest(
-                f"all_ranks: {descriptor.chunk_count} chunks of {count} ranks; chunks times ranks "
-                f"must be at most {RANKS_CHUNKS_MAX}: ask for a shorter prefix"
+                f"all_ranks: {descriptor.chunk_count} chunks of {count} ranks; at most "
+                f"{RANKS_MAX} ranks, and chunks times ranks must be at most {RANKS_CHUNKS_MAX}: "
+                "ask for a shorter prefix"
             )
         verdicts = [HIT] * descriptor.chunk_count
         for rank in range(count):
@@ -159,7 +164,9 @@ class Lookups:
         )
         if is_pinned:  # what an evictor had picked before the mark was made is named by now
             await self.run(self._tree.exchange.read_departures_blocking)
-            statuses = self._store.without_leaving(where, statuses)
+            statuses = await self._long_steps.run(
+                len(statuses), partial(self._store.without_leaving, where, statuses)
+            )
         return statuses
 
     async def explain(self, descriptor: Descriptor, verdicts: list[Verdict]) -> None:

@@ -4,6 +4,7 @@ import logging
 import os
 import resource
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
 
@@ -62,6 +63,7 @@ def open_tree_blocking(config: Config, fs: FileSystem | None = None) -> OpenTree
     root = os.path.abspath(config.store.root)
     # Names need not be secret, only different: seeded from the system once.
     random = Random(os.urandom(16))
+    owner: Owner | None = None
     try:
         fs = fs or open_file_system_blocking(root, config.lustre)
         owner = Owner(fs, root, random, lease_s=config.store.owner_lease_s)
@@ -72,6 +74,9 @@ def open_tree_blocking(config: Config, fs: FileSystem | None = None) -> OpenTree
         tree.exchange.read_departures_blocking()
         return tree
     except KvserveError as error:
+        if owner is not None:
+            with suppress(KvserveError):  # it expires, too
+                owner.release_blocking()
         raise InvalidRequest(
             f"the root {root} cannot be used by uid {os.getuid()}: {error}"
         ) from error

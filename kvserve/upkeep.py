@@ -25,6 +25,7 @@ from kvserve.metrics import Metrics
 from kvserve.open_tree import OpenTree
 from kvserve.policy.quota import Pressure
 from kvserve.store.evict import EvictionResult
+from kvserve.store.ledger import UsageByTenant
 from kvserve.store.sweep import sweep_blocking
 from kvserve.store.tree_count import TreeCount
 
@@ -80,12 +81,12 @@ class Upkeep:
         self._evictions = _Line("evicting")
         self._stamps = _Line("stamping what was used")
         self._closes = _Line("closing idle files")
-        # A chunk goes at most a quarter of its ttl late.
-        self._sweep_interval_s = min(sweep_interval_s, max(1.0, ttl_s / 4) or sweep_interval_s)
+        self._sweep_interval_s = sweep_interval(sweep_interval_s, ttl_s)
         self._exchange_interval_s = exchange_interval_s
         self._ttl_s = ttl_s
         self._wanted = asyncio.Event()
-        self._in_vain_until = 0.0
+        # By tenant (None: the total): when eviction may be tried again that found nothing.
+        self._in_vain_until: dict[str | None, float] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -136,6 +137,10 @@ class Upkeep:
             except KvserveError as error:
                 log.warning("upkeep: %s; next try in %.0f s", error, max(1.0, interval_s))
                 await asyncio.sleep(max(0.0, 1.0 - interval_s))
+            except Exception:
+                # A defect must not end what keeps the tree in order, nor be silent.
+                log.exception("upkeep: a fault in %s", getattr(step, "__name__", step))
+                await asyncio.sleep(max(0.0, 1.0 - interval_s))
             await asyncio.sleep(interval_s)
 
     async def _beat(self) -> None:
@@ -172,6 +177,7 @@ class Upkeep:
         tree = self._tree
         is_steward = await self._run(self._sweeps, tree.owner.is_first_blocking)
         fs, root = tree.store.fs, tree.store.root
+        others = await self._run(self._notes, tree.usage_files.changes_of_others)
         count = TreeCount(fs, tree.ledger) if is_steward else None
         expired = EvictionResult()
         steps = sweep_blocking(fs, root, tree.owner, count)
@@ -186,12 +192,16 @@ class Upkeep:
                 )
             await asyncio.sleep(_SWEEP_PAUSE_S)
         if count is not None and result is not None:
-            await self._run(self._notes, self._end_count_blocking, count, not result.unlisted)
+            await self._run(
+                self._notes, self._end_count_blocking, count, others, not result.unlisted
+            )
         if result is not None and (result.removed or result.failed):
             log.info("swept after dead servers: %s", result)
         self._note(expired, f"not used for {self._ttl_s:.0f} s")
 
-    def _end_count_blocking(self, count: TreeCount, is_whole: bool) -> None:
+    def _end_count_blocking(
+        self, count: TreeCount, others: dict[str, UsageByTenant], is_whole: bool
+    ) -> None:
         tree = self._tree
         if not is_whole:
             # What could not be listed is not gone: the old count is nearer to the truth.
@@ -199,7 +209,7 @@ class Upkeep:
             return
         counted, own = count.finish()
         tags = tree.usage_files.tags()
-        tree.usage_files.write_base(counted, own)
+        tree.usage_files.write_base(counted, own, others)
         tree.usage_files.forget({tag for tag in tags if not tree.owner.lives_blocking(tag)})
         tree.exchange.forget_dead_blocking(tree.owner.lives_blocking, time.time())
 
@@ -212,11 +222,16 @@ class Upkeep:
             pass
         self._wanted.clear()
         pressures = self._tree.ledger.pressures()
-        if not pressures or time.monotonic() < self._in_vain_until:
+        now = time.monotonic()
+        self._in_vain_until = {k: at for k, at in self._in_vain_until.items() if at > now}
+        wanted = [it.tenant for it in pressures if it.tenant not in self._in_vain_until]
+        if not wanted or not await self._run(self._evictions, self._tree.owner.is_first_blocking):
             return
-        if await self._run(self._evictions, self._tree.owner.is_first_blocking):
-            for pressure in pressures:
-                await self._relieve_one(pressure)
+        for tenant in wanted:
+            # Asked anew: what went for the one before may have been enough.
+            for pressure in self._tree.ledger.pressures():
+                if pressure.tenant == tenant:
+                    await self._relieve_one(pressure)
 
     async def _relieve_one(self, pressure: Pressure) -> None:
         result = EvictionResult()
@@ -227,7 +242,7 @@ class Upkeep:
         finally:
             self._note(result, f"{pressure.tenant or 'the tree'} was above its high watermark")
         if not result.evicted:
-            self._in_vain_until = time.monotonic() + _IN_VAIN_S
+            self._in_vain_until[pressure.tenant] = time.monotonic() + _IN_VAIN_S
             log.warning(
                 "%s is above its high watermark and nothing can be evicted: its chunks are leased, "
                 "pinned, in use or cannot be deleted; next try in %.0f s",
@@ -257,3 +272,8 @@ def _advance(steps: Iterator[EvictionResult]) -> EvictionResult | None:
             break
         found = following
     return found
+
+
+def sweep_interval(sweep_interval_s: float, ttl_s: float) -> float:
+    """With a ttl the tree is walked more often: a chunk goes at most a quarter of its ttl late."""
+    return min(sweep_interval_s, max(1.0, ttl_s / 4)) if ttl_s else sweep_interval_s

@@ -46,8 +46,14 @@ def evict_blocking(
     try:
         ledger = Ledger(Quotas())
         evictor, exchange = _evictor(fs, root, owner, ledger, random)
+        beat_at = time.monotonic()
         try:
-            yield from _evict(fs, root, options, evictor)
+            for result in _evict(fs, root, options, evictor):
+                yield result
+                # Else servers take this for dead and remove the file that tells them what goes.
+                if time.monotonic() - beat_at > owner_lease_s / 3:
+                    owner.beat_blocking()
+                    beat_at = time.monotonic()
         finally:
             exchange.close_blocking()
             # Tells the servers what went; the next count of the tree makes the file superfluous.

@@ -4,7 +4,7 @@ Contract for every implementation (and for every test double):
 
 * All verbs block and may be called from any thread; one file descriptor is used by several threads
   at once only through the positional verbs.
-* A missing file is a value where a caller expects it (`open_read`, `unlink`, `size`), never an
+* A missing file is a value where a caller expects it (`open_read`, `unlink`, `stat`), never an
   exception.
 * Everything else that the system refuses is `StorageFull`, its `QuotaExceeded`,
   `StorageUnavailable` or `Overloaded` (out of file descriptors), whose message has the verb, the

@@ -74,15 +74,17 @@ def chunks_allowed(
 
 
 def pressures(quotas: Quotas, usage: Mapping[str, Amount]) -> list[Pressure]:
-    """What has to be evicted now, tenants over their ceilings first: that may relieve the total."""
+    """What has to be evicted now: of tenants over their ceilings, and for the total.
+
+    Ask again after each was relieved, in this order: what goes of one tenant may relieve the total.
+    It may also not go (pinned, leased), so it is not counted on here.
+    """
     found = []
-    relief = Amount()
     for tenant, own in sorted(usage.items()):
         excess = _excess(quotas.of(tenant).ceiling, own, quotas)
         if excess:
             found.append(Pressure(tenant, excess))
-            relief += excess
-    excess = _excess(quotas.total, total_of(usage) - relief, quotas)
+    excess = _excess(quotas.total, total_of(usage), quotas)
     if excess:
         found.append(Pressure(None, excess))
     return found

@@ -358,7 +358,7 @@ class ChunkStore:
         self.open_chunks.forget(path)
         taken = self._quarantine.take_blocking(path, fd)
         self._discard_known(path)
-        if taken:
+        if taken is not None:
             self._failing.clear(path)
             tenant = path[len(self.root) + 1 :].split("/", 1)[0]
             self.ledger.changed(tenant, path.rpartition("/")[0], -taken, -1)

@@ -54,7 +54,9 @@ class Departures:
     def is_leaving(self, key: int) -> bool:
         """An evictor has picked the chunk and not said yet how that ended."""
         picks = [it[key] for it in self._leaving.values() if key in it]
-        return bool(picks) and self._clock() - max(picks) <= LEAVING_S_MAX
+        now = self._clock()
+        # One from the future (a clock that was set back) must not bar the chunk for ever.
+        return any(abs(now - picked_at) <= LEAVING_S_MAX for picked_at in picks)
 
     def was_evicted(self, key: int) -> bool:
         """Among the last that were evicted. It may have been stored anew since."""

@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 _LATE_S = 2.0
 """Leases of other hosts hold so much longer here: their clocks may differ."""
 _KEPT_S = 60.0
+LEASE_TTL_S_MAX = 86_400.0 + 2 * _KEPT_S
+"""Longer than any server may be set to grant (`capacity.lease_ttl_s_max`)."""
 
 
 class Exchange:
@@ -120,7 +122,10 @@ class Exchange:
         for name in self._names(self._leases_dir):
             if name != self._tag:
                 records = read_all_blocking(self._fs, f"{self._leases_dir}/{name}")
-                leased.update(it.key for it in records if it.at + _LATE_S > now)
+                # No lease lasts longer than a day: a time beyond that is a clock that went wrong.
+                leased.update(
+                    it.key for it in records if now < it.at + _LATE_S < now + LEASE_TTL_S_MAX
+                )
         return leased
 
     def announce_picks_blocking(self, keys: Iterable[int], now: float) -> None:
@@ -163,8 +168,10 @@ class Exchange:
         A server that stops leaves its files: its leases hold until they expire.
         """
         for directory in (self._leases_dir, self._evicted_dir):
-            for name in self._fs.list_dir(directory):
-                path = f"{directory}/{name}"
+            for entry in self._fs.scan(directory):
+                name, path = entry.name, f"{directory}/{entry.name}"
+                if entry.kind != "file":
+                    continue
                 tag, _, is_unfinished = name.partition(".")
                 if tag == self._tag or lives(tag):
                     continue
@@ -172,7 +179,7 @@ class Exchange:
                     self._fs.unlink(path)
                     continue
                 records = read_all_blocking(self._fs, path)
-                if not any(it.at + _KEPT_S > now for it in records):
+                if not any(now < it.at + _KEPT_S < now + LEASE_TTL_S_MAX for it in records):
                     self._fs.unlink(path)
 
     def close_blocking(self) -> None:
@@ -190,4 +197,6 @@ class Exchange:
         return [Record(key, RecordKind.LEASED, at) for key, at in self.leases.records()]
 
     def _names(self, directory: str) -> list[str]:
-        return [name for name in self._fs.list_dir(directory) if "." not in name]
+        # Files only: what else may lie there is not a server's.
+        entries = self._fs.scan(directory)
+        return [it.name for it in entries if it.kind == "file" and "." not in it.name]

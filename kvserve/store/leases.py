@@ -25,7 +25,7 @@ class Lease:
 
 class Leases:
     """The leases that this server has granted. `clock`: wall time, since other servers read the
-    expiry (`lease_files.py`). Safe from any thread; does no I/O."""
+    expiry (`exchange.py`). Safe from any thread; does no I/O."""
 
     def __init__(self, *, chunks_max: int, clock: Callable[[], float]) -> None:
         self._chunks_max = chunks_max

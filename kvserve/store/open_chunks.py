@@ -205,12 +205,15 @@ class OpenChunks:
     def forget(self, path: str) -> None:
         """No later `acquire` finds it; present users keep reading the original bytes."""
         with self._lock:
-            chunk = self._by_path.pop(path, None)
-            if chunk is None:
-                return
-            chunk.is_forgotten = True
-            if self._idle.pop(path, None) is not None:
-                self._close_later(chunk)
+            self._forget(path)
+
+    def _forget(self, path: str) -> None:
+        chunk = self._by_path.pop(path, None)
+        if chunk is None:
+            return
+        chunk.is_forgotten = True
+        if self._idle.pop(path, None) is not None:
+            self._close_later(chunk)
 
     def _close_later(self, chunk: OpenChunk) -> None:
         self._to_close += [fd for fd in (chunk.fd, chunk.broken_fd) if fd is not None]
@@ -221,8 +224,8 @@ class OpenChunks:
             chunk = self._by_path.get(path)
             if chunk is not None and chunk.users:
                 return False
-        self.forget(path)
-        return True
+            self._forget(path)
+            return True
 
     def close_released_blocking(self) -> None:
         """Closes descriptors that nobody uses and no entry holds."""

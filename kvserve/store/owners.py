@@ -15,7 +15,7 @@ from random import Random
 
 from kvserve.errors import QuotaExceeded, StorageError, StorageFull, StorageUnavailable
 from kvserve.fs import FileSystem
-from kvserve.store.paths import SERVERS_DIR, new_tag
+from kvserve.store.paths import SERVERS_DIR, is_tag, new_tag
 
 log = logging.getLogger(__name__)
 
@@ -102,12 +102,13 @@ class Owner:
         if own is None:
             # Somebody removed this server's own claim: until it beats, no age can be told.
             return True
-        return seen is not None and own.modified_at - seen.modified_at <= self.lease_s
+        # A stamp from the future (a clock that was set back) is no sign of life either.
+        return seen is not None and abs(own.modified_at - seen.modified_at) <= self.lease_s
 
     def is_first_blocking(self) -> bool:
         """Whether this server's tag is the first of the living ones: it is the tree's steward."""
         for tag in self._fs.list_dir(self._directory):
-            if tag < self.tag and self.lives_blocking(tag):
+            if tag < self.tag and is_tag(tag) and self.lives_blocking(tag):
                 claim = self._fs.stat(self._path(tag))
                 if claim is not None and not claim.is_marked:
                     return False

@@ -80,6 +80,10 @@ class TempNames:
         return f"{directory}/.{name}.{self._tag}{_mixed(self._random)}"
 
 
+def is_tag(name: str) -> bool:
+    return len(name) == 3 and name.isascii() and _is_mixed(name)
+
+
 def temp_owner(name: str) -> str | None:
     """The tag in a temporary file's name; None for any other name."""
     found = re.fullmatch(r"\.(?:[0-9a-f]{32,128}|identity|probe)\.(\w{3})(\w{3})", name, re.ASCII)

@@ -4,6 +4,9 @@ By name only: all chunks of a shard have one size (for hashes of one size), so a
 each shard are enough, and a walk over ten million chunks costs listings, not ten million `stat`s.
 """
 
+from contextlib import suppress
+
+from kvserve.errors import StorageError
 from kvserve.fs import FileSystem
 from kvserve.policy.quota import Amount
 from kvserve.store.ledger import Ledger, UsageByTenant
@@ -46,7 +49,8 @@ class TreeCount:
     def _size(self, directory: Directory, name: str) -> int:
         sizes = self._sizes.setdefault((directory.parts[:-1], len(name)), [])
         if len(sizes) < _LOOKS:
-            found = self._fs.stat(f"{directory.path}/{name}")
-            if found is not None:
-                sizes.append(found.size_bytes)
+            with suppress(StorageError):  # the next one tells
+                found = self._fs.stat(f"{directory.path}/{name}")
+                if found is not None:
+                    sizes.append(found.size_bytes)
         return max(sizes, default=0)

@@ -25,7 +25,7 @@ from kvserve.store.paths import USAGE_DIR
 log = logging.getLogger(__name__)
 
 _BASE = "base"
-_SIZE_BYTES_MAX = 16 << 20
+_SIZE_BYTES_MAX = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,20 @@ class UsageFiles:
                     usage[tenant] = usage.get(tenant, Amount()) + signed
         return usage
 
-    def write_base(self, counted: Mapping[str, Amount], own: Mapping[str, Amount]) -> None:
-        """After a count of the tree; `own`: this server's changes that are in it."""
-        contained = {tag: self._changes(tag) for tag in self._tags() if tag != self._tag}
+    def changes_of_others(self) -> dict[str, UsageByTenant]:
+        """By tag, as of now."""
+        return {tag: self._changes(tag) for tag in self._tags() if tag != self._tag}
+
+    def write_base(
+        self,
+        counted: Mapping[str, Amount],
+        own: Mapping[str, Amount],
+        others: Mapping[str, UsageByTenant],
+    ) -> None:
+        """After a count of the tree. `own`: this server's changes that are in it; `others`: those
+        of other servers as of when the count began. What they stored meanwhile may then count
+        twice, never not at all: caps hold."""
+        contained = {tag: others.get(tag, {}) for tag in self._tags() if tag != self._tag}
         contained[self._tag] = self._with_offset(own)
         self._write_own(own)
         record = {
@@ -94,8 +105,13 @@ class UsageFiles:
         }
 
     def _tags(self) -> list[str]:
-        names = self._fs.list_dir(self._directory)
-        return [name for name in names if name != _BASE and "." not in name]
+        # Files only: what else may lie there is not a server's.
+        entries = self._fs.scan(self._directory)
+        return [
+            it.name
+            for it in entries
+            if it.kind == "file" and it.name.isalnum() and it.name != _BASE
+        ]
 
     def _changes(self, tag: str) -> UsageByTenant:
         return _amounts(self._read(tag))
@@ -123,7 +139,7 @@ class UsageFiles:
             self._fs.close(fd)
         try:
             record = json.loads(buffer[:got])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             log.warning("%s is not readable (%s): usage is off until the next count", path, error)
             return {}
         return record if isinstance(record, dict) else {}

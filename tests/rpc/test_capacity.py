@@ -192,6 +192,23 @@ class TestQuotas:
             assert await hits(client, kept) == 3
 
 
+class TestPressure:
+    async def test_a_tenant_full_of_pins_does_not_keep_the_others_from_giving(
+        self, start_server: StartServer
+    ) -> None:
+        server = await start_server(
+            capacity={"files_max": 20, "exchange_interval_s": 0.05},
+            tenants={"a": {"files_max": 10}},
+        )
+        pinned = prefix(0, chunks=10, tenant="a")
+        async with AsyncClient(server.address) as client:
+            await store_all(client, pinned, payload_for(pinned))
+            await client.pin(pinned)
+            for number in range(10):
+                await store_until_stored(client, prefix(number, tenant="b"))
+            assert await hits(client, pinned) == 10
+
+
 class TestRestart:
     @pytest.mark.parametrize("is_killed", [False, True])
     def test_usage_survives_and_eviction_goes_on(self, root: Path, is_killed: bool) -> None:
@@ -326,7 +343,7 @@ class TestPins:
 
 
 async def test_a_chunk_that_nobody_uses_expires(start_server: StartServer, root: Path) -> None:
-    server = await start_server(capacity={"ttl_s": 1.5, "touch_interval_s": 1})
+    server = await start_server(capacity={"ttl_s": 2, "touch_interval_s": 1})
     used, unused, pinned = prefix(0), prefix(1), prefix(2)
     async with AsyncClient(server.address) as client:
         for descriptor in (used, unused, pinned):

@@ -12,7 +12,7 @@ from kvserve.errors import StorageUnavailable
 from kvserve.metrics import Metrics
 from kvserve.open_tree import OpenTree
 from kvserve.testing.faulty_fs import FaultyFileSystem
-from kvserve.upkeep import Upkeep, _Line
+from kvserve.upkeep import Upkeep, _Line, sweep_interval
 from tests.trees import tree_on
 
 TIMEOUT_S = 0.2
@@ -63,9 +63,11 @@ async def test_a_sweep_that_hangs_holds_up_no_beat_and_is_followed_by_another(
         return fs.attempts("create", f".servers/{tree.owner.tag}")
 
     def sweeps() -> int:
-        return sum(verb == "scan" and path == tree.store.root for verb, path in list(fs.touched))
+        return fs.attempts("scan", tenant)
 
-    fs.hang(f"{tree.store.root}", ["scan"])
+    tenant = f"{tree.store.root}/tenant"
+    await asyncio.to_thread(fs.make_dirs, tenant)
+    fs.hang(tenant, ["scan"])
     upkeep.start()
     await until(lambda: "upkeep: a file call did not end within" in caplog.text)
     shown = beats()
@@ -93,3 +95,11 @@ def test_a_line_lets_one_step_in_at_a_time() -> None:
     go_on.set()
     thread.join(10)
     assert line.run_blocking(0.01, lambda: 7) == 7
+
+
+@pytest.mark.parametrize(
+    ("interval_s", "ttl_s", "expected"),
+    [(3600, 0, 3600), (3600, 400, 100), (3600, 2, 1), (5, 400, 5)],
+)
+def test_how_often_the_tree_is_walked(interval_s: float, ttl_s: float, expected: float) -> None:
+    assert sweep_interval(interval_s, ttl_s) == expected

@@ -111,3 +111,16 @@ def test_what_a_killed_server_had_begun_to_write_is_removed(tmp_path: Path) -> N
         path.write_bytes(b"half")
     one.forget_dead_blocking(lambda tag: tag == "yY8", 0.0)
     assert [path.exists() for path in left] == [False, True, True]
+
+
+def test_a_lease_without_end_and_odd_files_hold_nothing(tmp_path: Path) -> None:
+    """Of a host whose clock was ahead, or of whatever lies there."""
+    one, other = exchange(tmp_path, "aB3"), exchange(tmp_path, "bC4")
+    for expires_in_s in (1e9, float("inf")):
+        one.leases.grant(R, "d", [1], expires_in_s)
+        one._lease_file.replace(one._lease_records())
+        assert other.leased_by_others_blocking(100.0) == set()
+    (tmp_path / ".leases" / "zZ9").mkdir()
+    assert other.leased_by_others_blocking(100.0) == set()
+    other.forget_dead_blocking(lambda tag: False, 100.0)
+    assert not (tmp_path / ".leases" / "aB3").exists()
