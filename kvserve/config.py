@@ -28,11 +28,17 @@ class ServerConfig(_Section):
         description="Address of the gRPC service: HOST:PORT, [V6]:PORT or unix:PATH.",
     )
 
-    @field_validator("listen")
+    data_listen: str = Field(
+        "",
+        pattern=r"^(|off|[^/]+:\d{1,5})$",
+        description="Address of the tcp plane: HOST:PORT; empty: listen's host, any port; or off.",
+    )
+
+    @field_validator("listen", "data_listen")
     @classmethod
     def _port_exists(cls, listen: str) -> str:
         port = listen.rpartition(":")[2]
-        if not listen.startswith("unix:") and int(port) > 65_535:
+        if not listen.startswith("unix:") and port.isdecimal() and int(port) > 65_535:
             raise ValueError(f"port {port} is above 65535")
         return listen
 

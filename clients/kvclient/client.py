@@ -15,6 +15,7 @@ from kvclient.channel import Channel, Rpcs
 from kvclient.fetch import FetchHandle
 from kvclient.handle import Handle, HandleState
 from kvclient.placement import as_placement
+from kvclient.planes.choice import AUTO
 from kvclient.region import Region
 from kvclient.status import translated
 from kvclient.store import StoreHandle
@@ -37,6 +38,13 @@ class ServerInfo:
     message_size_bytes_max: int
     frame_size_bytes_max: int
     transfers_max: int
+    data_address: str
+
+    @property
+    def planes(self) -> tuple[str, ...]:
+        """The planes that the server has."""
+        prefix = "plane."
+        return tuple(it.removeprefix(prefix) for it in self.capabilities if it.startswith(prefix))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +65,18 @@ class AsyncClient:
 
     Reconnects by itself after a server restart. `timeout_s` is the default deadline of every call,
     connecting and queueing included; one that finds no server gives up after `connect_timeout_s`.
+    `plane` pins how payload moves: "grpc" or "tcp"; "auto" takes the best that both sides have.
     """
 
     def __init__(
-        self, address: str, *, timeout_s: float = 60.0, connect_timeout_s: float = 2.0
+        self,
+        address: str,
+        *,
+        timeout_s: float = 60.0,
+        connect_timeout_s: float = 2.0,
+        plane: str = AUTO,
     ) -> None:
-        self._channel = Channel(address, connect_timeout_s)
+        self._channel = Channel(address, connect_timeout_s, plane)
         self.timeout_s = timeout_s
         self._handles: WeakSet[Handle] = WeakSet()
         fork_support.watch(self)
@@ -127,6 +141,7 @@ class AsyncClient:
             message_size_bytes_max=reply.limits.message_size_bytes_max,
             frame_size_bytes_max=reply.limits.frame_size_bytes_max,
             transfers_max=reply.limits.transfers_max,
+            data_address=reply.data_address,
         )
 
     async def lookup(self, descriptor: Descriptor, *, timeout_s: float | None = None) -> Presence:

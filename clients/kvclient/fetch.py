@@ -3,13 +3,15 @@
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from kvclient.channel import Channel
+from kvclient.channel import Channel, Rpcs
 from kvclient.fetch_session import FetchSession, LayerEvent
 from kvclient.handle import Handle
 from kvclient.placement import Placement
+from kvclient.planes.base import FetchPlane, Unreachable
+from kvclient.planes.grpc import GrpcFetchPlane, other_reply
+from kvclient.planes.tcp import TcpFetchPlane
 from kvserve.errors import InvalidRequest, ServerFault
-from kvserve.format.frames import decode_frame
-from kvserve.format.messages import chunk_status, descriptor_to_pb, parse, verdicts_from_pb
+from kvserve.format.messages import descriptor_to_pb, parse
 from kvserve.model import Descriptor, Verdict, check_layers, leading_hits
 from kvserve.v1 import kvserve_pb2 as pb
 
@@ -85,39 +87,41 @@ class FetchHandle(Handle):
             yield await self.layer(layer_index)
 
     async def _transfer(self) -> None:
-        request = pb.FetchRequest(
-            descriptor=descriptor_to_pb(self._descriptor), layers=self._layers
-        )
         rpcs = await self._channel.connected("Fetch")
-        call = rpcs.fetch(request, timeout=self._time_left_s())
         try:
-            # Not `async for`: `read` saves a generator step for every frame.
-            while isinstance(message := await call.read(), bytes):  # else EOF
-                frame = decode_frame(message)
-                if frame is not None:
-                    events = self._session.frame(*frame)
-                else:
-                    events = self._other(parse(pb.FetchReply, message))
-                if events:
-                    self._events.update({event.layer_index: event for event in events})
-                    self._pulse()
-        finally:
-            call.cancel()
+            await self._fetch(rpcs, self._channel.planes.wanted())
+        except Unreachable as error:
+            others = self._channel.planes.without(error)
+            self._session = FetchSession(self._descriptor, self._layers, self._placement)
+            await self._fetch(await self._channel.connected("Fetch"), others)
         if not self._session.is_finished:
             raise ServerFault("the server ended the stream before the last layer")
 
-    def _other(self, reply: pb.FetchReply) -> list[LayerEvent]:
-        kind = reply.WhichOneof("message")
-        if kind == "head":
-            verdicts = verdicts_from_pb(
-                reply.head.chunk_statuses, reply.head.details, self._descriptor.chunk_count
-            )
-            return self._session.head(verdicts)
-        if kind == "miss":
-            miss = reply.miss
-            verdict = Verdict(chunk_status(miss.status), miss.message)
-            return self._session.miss(miss.chunk_index, verdict)
-        raise ServerFault(f"a fetch reply of unknown kind {kind}")
+    async def _fetch(self, rpcs: Rpcs, planes: Sequence[str]) -> None:
+        request = pb.FetchRequest(
+            descriptor=descriptor_to_pb(self._descriptor), layers=self._layers, planes=planes
+        )
+        call = rpcs.fetch(request, timeout=self._time_left_s())
+        try:
+            message = await call.read()
+            if not isinstance(message, bytes):  # EOF
+                return
+            reply = parse(pb.FetchReply, message)
+            if reply.WhichOneof("message") == "payload":
+                raise ServerFault("a payload frame came outside the layers that were asked for")
+            self._channel.planes.check(reply.head.plane)
+            self._took(other_reply(reply, self._session))
+            plane: FetchPlane = GrpcFetchPlane()
+            if reply.head.HasField("data"):
+                plane = TcpFetchPlane(self._channel.planes.connections, reply.head.data)
+            await plane.receive(call, self._session, self._took)
+        finally:
+            call.cancel()
+
+    def _took(self, events: list[LayerEvent]) -> None:
+        if events:
+            self._events.update({event.layer_index: event for event in events})
+            self._pulse()
 
     def _result(self) -> FetchResult:
         verdicts = self._session.verdicts

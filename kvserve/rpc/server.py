@@ -33,6 +33,8 @@ from kvserve.store.chunk_store import ChunkStore
 from kvserve.store.known import KnownChunks
 from kvserve.store.owners import Owner
 from kvserve.store.paths import TempNames
+from kvserve.transfer.planes.offered import Planes
+from kvserve.transfer.planes.tcp_port import FrameBuffers, TcpPort
 from kvserve.upkeep import Upkeep
 
 log = logging.getLogger(__name__)
@@ -70,6 +72,7 @@ class Server:
         keep_frame_memory()
         self._threads = ThreadPoolExecutor(config.store.io_threads, thread_name_prefix="fs")
         self._server: grpc.aio.Server | None = None
+        self.tcp_port: TcpPort | None = None
 
     async def start(self) -> None:
         """Checks the root, binds, answers.
@@ -82,9 +85,15 @@ class Server:
         loop = asyncio.get_running_loop()
         tree = await loop.run_in_executor(self._threads, _open_tree_blocking, config.store)
         self.service = Service(tree.store, self._threads, config.limits)
+        try:
+            self.tcp_port = await _open_tcp_port(config)
+        except InvalidRequest:
+            await loop.run_in_executor(self._threads, tree.owner.release_blocking)
+            raise
+        planes = Planes(self.tcp_port, frame_size_bytes_max=config.limits.frame_size_bytes)
         server = grpc.aio.server(options=channel_options(config.limits.message_size_bytes_max))
         server.add_generic_rpc_handlers(
-            (Servicer(self.service, config.limits, tree.file_system).handlers(),)
+            (Servicer(self.service, config.limits, tree.file_system, planes).handlers(),)
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(
@@ -93,6 +102,7 @@ class Server:
         try:
             port = server.add_insecure_port(self.address)
         except RuntimeError as error:
+            await self._close_tcp_port()
             await loop.run_in_executor(self._threads, tree.owner.release_blocking)
             raise InvalidRequest(f"cannot listen on {self.address}: {error}") from error
         if not self.address.startswith("unix:"):
@@ -124,12 +134,18 @@ class Server:
         log.info("draining for at most %.0f s", timeout_s)
         await server.stop(timeout_s)
         await self.service.ended()
+        await self._close_tcp_port()
         await self._upkeep.stop()
         loop = asyncio.get_running_loop()
         close_idle_blocking = self._tree.store.open_chunks.close_idle_blocking
         await loop.run_in_executor(self._threads, close_idle_blocking)
         await loop.run_in_executor(None, self._threads.shutdown)
         log.info("stopped")
+
+    async def _close_tcp_port(self) -> None:
+        port, self.tcp_port = self.tcp_port, None
+        if port is not None:
+            await port.stop()
 
 
 async def serve(config: Config, *, started: Callable[[Server], None]) -> None:
@@ -152,6 +168,21 @@ class _Tree:
     store: ChunkStore
     owner: Owner
     file_system: str
+
+
+async def _open_tcp_port(config: Config) -> TcpPort | None:
+    """The listening tcp plane, None if it is off."""
+    listen, data_listen = config.server.listen, config.server.data_listen
+    if data_listen == "off" or (not data_listen and listen.startswith("unix:")):
+        return None
+    host = (data_listen or listen).rpartition(":")[0].strip("[]")
+    number = int(data_listen.rpartition(":")[2]) if data_listen else 0
+    limits = config.limits
+    # Frames of two transfers that hold all they may; beyond that memory is made for the moment.
+    buffers = FrameBuffers(limits.frame_size_bytes, 2 * limits.frames_in_flight)
+    port = TcpPort(buffers, connections_max=2 * limits.transfers_max)
+    await port.start(host, number, tell_host=bool(data_listen))
+    return port
 
 
 def _open_tree_blocking(config: StoreConfig) -> _Tree:

@@ -25,8 +25,8 @@ from kvserve.transfer.store_session import SliceWrite, StoreSession
 
 log = logging.getLogger(__name__)
 
-_Frame = tuple[list[SliceWrite], int]
-"""The writes of a frame and its layer."""
+_Frame = tuple[list[SliceWrite], int, Callable[[], None]]
+"""The writes of a frame, its layer, and whom to tell when they are done."""
 
 _JOBS_MAX = 2
 _FRAMES_A_JOB = 8
@@ -73,8 +73,15 @@ class StorePump:
         self._reporter: asyncio.Task[None] | None = None
         self.verdicts: dict[int, Verdict] = {}
 
-    async def feed(self, header: FrameHeader, payload: memoryview) -> None:
+    async def feed(
+        self,
+        header: FrameHeader,
+        payload: memoryview,
+        written: Callable[[], None] = lambda: None,
+    ) -> None:
         """Takes one frame; waits while too many are not written yet.
+
+        `written` is called on the loop once nobody reads `payload` any more.
 
         Raises:
             InvalidRequest: the frame breaks a rule of the session.
@@ -86,7 +93,7 @@ class StorePump:
         self._unwritten_of[layer_index] = self._unwritten_of.get(layer_index, 0) + 1
         if completes:
             self._whole_layers.add(layer_index)
-        self._queue.append((writes, layer_index))
+        self._queue.append((writes, layer_index, written))
         if self._jobs < _JOBS_MAX:
             self._start_job()
         while self._unwritten >= self._frames_in_flight:
@@ -144,7 +151,8 @@ class StorePump:
             self._idle.set()
             self._room.set()
 
-    def _frame_written(self, layer_index: int) -> None:
+    def _frame_written(self, layer_index: int, written: Callable[[], None]) -> None:
+        written()
         self._unwritten -= 1
         self._room.set()
         self._unwritten_of[layer_index] -= 1
@@ -162,11 +170,11 @@ class StorePump:
         # A few frames only: with many busy stores the threads must stay free for reads and lookups.
         for _ in range(_FRAMES_A_JOB):
             try:
-                writes, layer_index = self._queue.popleft()
+                writes, layer_index, written = self._queue.popleft()
             except IndexError:
                 return
             self._write_blocking(writes)
-            loop.call_soon_threadsafe(self._frame_written, layer_index)
+            loop.call_soon_threadsafe(self._frame_written, layer_index, written)
 
     def _write_blocking(self, writes: list[SliceWrite]) -> None:
         for write in writes:

@@ -1,0 +1,212 @@
+"""Where data connections come in, and how each finds its transfer.
+
+Theory of operation. A transfer that is to move payload over a connection of its own expects one: it
+gets a secret, tells it to its client over gRPC, and waits. Whoever connects has to show such a
+secret at once; it is good for one transfer and for some seconds. After a transfer that ended well
+the connection waits here for the next secret, so that a client that fetches layer by layer connects
+once. After any other end it is closed: its stream may be cut in the middle of a frame.
+
+Bounds: connections (waiting and in use together), the time to show a secret, idle time, and the
+frame memory that is kept. A secret is never logged. They are looked up by their digest, so that the
+time which that takes tells nothing about them, and compared in constant time.
+"""
+
+import asyncio
+import hmac
+import logging
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+
+from kvserve.data_socket import DataSocket
+from kvserve.errors import DeadlineExceeded, InvalidRequest, ServerUnavailable
+from kvserve.format.records import HELLO_MAGIC, HELLO_SIZE_BYTES, SECRET_SIZE_BYTES
+from kvserve.v1 import kvserve_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+SECRET_TTL_S = 5.0
+_FIRST_HELLO_S = 5.0
+# Longer than any client keeps a connection that it does not use (`kvclient/planes/tcp.py`).
+_IDLE_S = 120.0
+_ACCEPT_PAUSE_S = 0.5
+_BACKLOG = 256
+_WILDCARDS = ("", "0.0.0.0", "::", "*")
+
+
+class FrameBuffers:
+    """Memory for frames that is used again, for it is in the CPU's cache; at most `kept_max` kept.
+
+    What was taken and is not given back is simply gone.
+    """
+
+    def __init__(self, size_bytes: int, kept_max: int) -> None:
+        self.size_bytes = size_bytes
+        self._kept_max = kept_max
+        self._kept: list[memoryview] = []
+
+    def take(self) -> memoryview:
+        return self._kept.pop() if self._kept else memoryview(bytearray(self.size_bytes))
+
+    def give(self, buffer: memoryview) -> None:
+        if len(self._kept) < self._kept_max:
+            self._kept.append(buffer)
+
+
+class Expected:
+    """One connection that a transfer waits for."""
+
+    def __init__(self, secret: bytes) -> None:
+        self.secret = secret
+        self.arrived: asyncio.Future[DataSocket] = asyncio.get_running_loop().create_future()
+
+    async def connection(self) -> DataSocket:
+        """Raises `DeadlineExceeded` if none shows the secret in time."""
+        try:
+            async with asyncio.timeout(SECRET_TTL_S):
+                return await self.arrived
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"no data connection came within {SECRET_TTL_S:g} s; the grpc plane needs none"
+            ) from None
+
+
+class TcpPort:
+    """One per server. `address` is what clients are told; `refused` counts wrong hellos."""
+
+    def __init__(self, buffers: FrameBuffers, *, connections_max: int) -> None:
+        self.buffers = buffers
+        self.address = ""
+        self.refused = 0
+        self._connections_max = connections_max
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._expected: dict[bytes, Expected] = {}
+        self._connections: set[DataSocket] = set()
+        # Those whose secret is awaited, longest first.
+        self._greetings: dict[DataSocket, asyncio.Task[None]] = {}
+
+    def __repr__(self) -> str:
+        return (
+            f"<TcpPort {self.address} {len(self._connections)} connections, "
+            f"{len(self._expected)} expected, {self.refused} refused>"
+        )
+
+    async def start(self, host: str, port: int, *, tell_host: bool) -> None:
+        """Listens. Clients are told the host only if `tell_host` and it is one: else they take the
+        one that they reached this server by.
+
+        Raises:
+            InvalidRequest: the address cannot be bound.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(
+                host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+            family, _, _, _, address = found[0]
+            listener = socket.create_server(
+                address[:2], family=socket.AddressFamily(family), backlog=_BACKLOG
+            )
+        except OSError as error:
+            raise InvalidRequest(f"cannot listen on {host}:{port} for data: {error}") from error
+        listener.setblocking(False)
+        bound = listener.getsockname()[1]
+        told = f"[{host}]" if ":" in host else host
+        self.address = f"{told if tell_host and host not in _WILDCARDS else ''}:{bound}"
+        self._listener = listener
+        self._accepting = loop.create_task(self._accept())
+
+    async def stop(self) -> None:
+        """Closes every connection, those in use too."""
+        tasks = [*self._greetings.values(), *([self._accepting] if self._accepting else [])]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        if self._listener is not None:
+            self._listener.close()
+        for connection in list(self._connections):
+            self.close(connection)
+
+    @contextmanager
+    def expect(self) -> Iterator[Expected]:
+        """Until the end of the block its secret is good, once."""
+        secret = secrets.token_bytes(SECRET_SIZE_BYTES)
+        expected, digest = Expected(secret), sha256(secret).digest()
+        self._expected[digest] = expected
+        try:
+            yield expected
+        except BaseException:
+            if expected.arrived.done() and not expected.arrived.cancelled():
+                self.close(expected.arrived.result())  # it came just as the transfer ended
+            raise
+        finally:
+            self._expected.pop(digest, None)
+
+    def offer(self, expected: Expected) -> pb.DataOffer:
+        return pb.DataOffer(address=self.address, secret=expected.secret)
+
+    def take_back(self, connection: DataSocket) -> None:
+        """Its transfer ended well, at the end of a record: it may bring another secret."""
+        self._greet(connection, _IDLE_S)
+
+    def close(self, connection: DataSocket) -> None:
+        self._connections.discard(connection)
+        self._greetings.pop(connection, None)
+        connection.close()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        assert self._listener is not None, "not started"
+        while True:
+            try:
+                sock, peer = await loop.sock_accept(self._listener)
+            except OSError as error:
+                # Out of descriptors, most likely: those who end give some back.
+                log.warning("cannot accept a data connection: %s", error)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            connection = DataSocket(sock, f"{peer[0]}:{peer[1]}")
+            if len(self._connections) >= self._connections_max:
+                if not self._greetings:
+                    self._refuse(connection, f"{len(self._connections)} connections are in use")
+                    continue
+                idle, greeting = next(iter(self._greetings.items()))
+                greeting.cancel()
+                self.close(idle)
+            self._connections.add(connection)
+            self._greet(connection, _FIRST_HELLO_S)
+
+    def _greet(self, connection: DataSocket, timeout_s: float) -> None:
+        greeting = asyncio.get_running_loop().create_task(self._read_hello(connection, timeout_s))
+        self._greetings[connection] = greeting
+
+    async def _read_hello(self, connection: DataSocket, timeout_s: float) -> None:
+        hello = bytearray(HELLO_SIZE_BYTES)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await connection.receive([memoryview(hello)])
+        except (TimeoutError, ServerUnavailable) as error:
+            log.debug("%r brought no secret: %r", connection, error)
+            self.close(connection)
+            return
+        if not hello.startswith(HELLO_MAGIC):
+            self._refuse(connection, "it does not speak this protocol")
+            return
+        secret = bytes(hello[len(HELLO_MAGIC) :])
+        expected = self._expected.pop(sha256(secret).digest(), None)
+        if expected is None or not hmac.compare_digest(expected.secret, secret):
+            self._refuse(connection, "its secret is unknown, used or too old")
+        elif expected.arrived.done():  # the transfer has just ended
+            self.close(connection)
+        else:
+            del self._greetings[connection]
+            expected.arrived.set_result(connection)
+
+    def _refuse(self, connection: DataSocket, why: str) -> None:
+        self.refused += 1
+        log.warning("refused a data connection from %s: %s", connection.peer, why)
+        self.close(connection)
