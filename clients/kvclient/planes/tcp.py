@@ -35,7 +35,7 @@ from kvserve.v1 import kvserve_pb2 as pb
 _KEPT_MAX = 4
 # Well below the time after which the server closes it (`transfer/planes/tcp_port.py`).
 _KEPT_S = 30.0
-_CONNECT_S = 0.5
+_CONNECT_S = 1.0
 # The server ends call and connection together; the call's status says why.
 _STATUS_S = 1.0
 
