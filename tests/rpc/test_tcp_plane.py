@@ -6,6 +6,7 @@ import os
 import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -274,7 +275,7 @@ class TestChoice:
     async def test_an_address_that_cannot_be_reached(
         self, server: Server, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """By itself a client goes on over grpc, says so once, and does not try again for a while."""
+        """By itself a client goes on over grpc, says so once, and tries again after a while."""
         assert server.tcp_port is not None
         server.tcp_port.address = "127.0.0.1:9"
         descriptor = small_descriptor()
@@ -383,7 +384,7 @@ class TestBrokenClients:
 
 
 class DataStub:
-    """A server that grants a fetch of tcp and then sends on the data connection what a test says."""
+    """A server that grants a fetch and then sends on the data connection what a test says."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -438,7 +439,7 @@ def frame(payload: bytes, layer: int, chunk: int, sum_of: bytes | None = None) -
 
 class TestBrokenServers:
     async def test_no_late_write_after_cancel(self, stub: DataStub) -> None:
-        """T6: half a frame lands, the server stalls, cancel returns, the reused buffer is intact."""
+        """T6: half a frame lands, the server stalls, cancel returns, the buffer stays intact."""
         descriptor = small_descriptor()
         size = descriptor.layout.slice_sizes[0]
         async with AsyncClient(stub.address) as client:
@@ -453,12 +454,10 @@ class TestBrokenServers:
             assert isinstance(handle.error, TransferCancelled)
             region.close()
             target[:] = b"\xaa" * len(target)
-            with pytest.raises(ServerUnavailable):
-                for _ in range(1000):
-                    await connection.send((whole[len(whole) // 2 :],))
-                    await asyncio.sleep(0.001)
+            with suppress(ServerUnavailable):
+                await connection.send((whole[len(whole) // 2 :],))
+            assert await is_closed(connection)
             assert target == b"\xaa" * len(target)
-            connection.close()
 
     async def test_a_stall_is_ended_by_the_deadline(self, stub: DataStub) -> None:
         descriptor = small_descriptor()
