@@ -50,10 +50,11 @@ format: $(DEV)  ## apply formatting and safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(DEV)  ## fetch, store and lookup against ceilings taken in the same run
+bench: $(DEV)  ## fetch, store, lookup and planes against ceilings taken in the same run
 	$(BIN)/kvserve bench fetch
 	$(BIN)/kvserve bench store
 	$(BIN)/kvserve bench lookup
+	$(BIN)/kvserve bench planes
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -214,6 +214,29 @@ class TestConnections:
         await store_all(client, descriptor, payload_for(descriptor))
         assert repr(server.tcp_port) == before
 
+    async def test_frame_memory_is_used_again(self, client: AsyncClient, server: Server) -> None:
+        """A fetch needs one frame, a store as many as it may hold; none is made anew for ever."""
+        assert server.tcp_port is not None
+        made: list[int] = []
+        buffers = server.tcp_port.buffers
+        take = buffers.take
+
+        def counted() -> memoryview:
+            buffer = take()
+            made.append(id(buffer.obj))
+            return buffer
+
+        buffers.take = counted  # type: ignore[method-assign]
+        descriptor = large()
+        source = payload_for(descriptor)
+        await store_all(client, descriptor, source)
+        assert len(made) == 32
+        assert len(set(made)) <= 9, "one more than frames_in_flight"
+        made.clear()
+        await client.fetch(descriptor, bytearray(len(source))).wait()
+        assert len(made) == 32
+        assert len(set(made)) == 1
+
     async def test_closing_the_client_closes_them(self, server: Server) -> None:
         descriptor = small_descriptor()
         async with AsyncClient(server.address, plane="tcp") as client:
