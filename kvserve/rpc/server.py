@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 # What the process needs beside chunk files: sockets, the loop's own, libraries.
 _OTHER_FILES = 512
+# Frame memory of the tcp plane that is kept for the next transfer, at most.
+_FRAMES_KEPT_BYTES = 64 << 20
 
 
 def channel_options(message_size_bytes_max: int) -> list[tuple[str, int]]:
@@ -179,7 +181,8 @@ async def _open_tcp_port(config: Config) -> TcpPort | None:
     number = int(data_listen.rpartition(":")[2]) if data_listen else 0
     limits = config.limits
     # Frames of two transfers that hold all they may; beyond that memory is made for the moment.
-    buffers = FrameBuffers(limits.frame_size_bytes, 2 * limits.frames_in_flight)
+    kept = min(2 * limits.frames_in_flight, max(1, _FRAMES_KEPT_BYTES // limits.frame_size_bytes))
+    buffers = FrameBuffers(limits.frame_size_bytes, kept)
     port = TcpPort(buffers, connections_max=2 * limits.transfers_max)
     await port.start(host, number, tell_host=bool(data_listen))
     return port
