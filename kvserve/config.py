@@ -34,6 +34,10 @@ class ServerConfig(_Section):
         description="Address of the tcp plane: HOST:PORT; empty: listen's host, any port; or off.",
     )
 
+    shared_memory: bool = Field(
+        True, description="Fetches into memory shared with clients on this host: the shm plane."
+    )
+
     @field_validator("listen", "data_listen")
     @classmethod
     def _port_exists(cls, listen: str) -> str:
@@ -168,8 +172,8 @@ def render_toml(config: Config, *, with_comments: bool) -> str:
             if with_comments:
                 lines.append(f"# {field.description}")
             value = getattr(section, key)
-            # JSON's strings are TOML's basic strings.
-            text = json.dumps(value) if isinstance(value, str) else str(value)
+            # JSON's strings and booleans are TOML's.
+            text = json.dumps(value) if isinstance(value, str | bool) else str(value)
             lines.append(f"{key} = {text}")
         lines.append("")
     return "\n".join(lines)

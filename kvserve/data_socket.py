@@ -13,6 +13,7 @@ import asyncio
 import errno
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final
 
 from kvserve.errors import ServerUnavailable
@@ -32,6 +33,8 @@ class DataSocket:
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peer = peer
+        self.memory: object = None
+        """shm: what both ends registered over this connection last."""
         self._sock = sock
         self._fd = sock.fileno()
         self._loop = asyncio.get_running_loop()
@@ -52,14 +55,22 @@ class DataSocket:
         """
         left = buffers
         while left := self._send_some(left):
-            self._writable = self._loop.create_future()
-            self._loop.add_writer(self._fd, self._on_writable)
+            await self._until_writable()
+
+    async def send_fd(self, fd: int) -> None:
+        """Passes a file descriptor along with one byte; only on a Unix socket.
+
+        Raises:
+            ServerUnavailable: the connection has ended.
+        """
+        while True:
             try:
-                await self._writable
-            finally:
-                self._writable = None
-                if self._fd >= 0:
-                    self._loop.remove_writer(self._fd)
+                socket.send_fds(self._sock, [b"m"], [fd])
+                return
+            except BlockingIOError:
+                await self._until_writable()
+            except OSError as error:
+                raise self._broken(_name(error)) from error
 
     async def receive(self, buffers: Sequence[memoryview]) -> None:
         """Fills all of `buffers`.
@@ -80,6 +91,35 @@ class DataSocket:
         finally:
             self._wanted = []
             self._received = None
+
+    async def receive_fd(self) -> int | None:
+        """What `send_fd` passed, now owned by the caller; None if the byte came without.
+
+        Raises:
+            ServerUnavailable: the connection ended before.
+        """
+        readable = self._loop.create_future()
+        self.unwatch()
+        self._wait_for(1)
+        self._received = readable
+        self._loop.add_reader(self._fd, _set, readable)
+        try:
+            await readable
+            got, fds, _, _ = socket.recv_fds(self._sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        except OSError as error:
+            raise self._broken(_name(error)) from error
+        finally:
+            self._received = None
+            if self._fd >= 0:
+                self._loop.remove_reader(self._fd)
+        if not got:
+            raise self._broken("closed by the other side")
+        return fds[0] if fds else None
+
+    def finish_sending(self) -> None:
+        """Tells the other side that nothing more comes; it still can be received from."""
+        with suppress(OSError):  # it has ended already
+            self._sock.shutdown(socket.SHUT_WR)
 
     def is_idle(self) -> bool:
         """Whether it is still connected and nothing has come: fit for another transfer."""
@@ -110,6 +150,16 @@ class DataSocket:
         for waiting in (self._writable, self._received):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(self._broken("closed on this side"))
+
+    async def _until_writable(self) -> None:
+        self._writable = self._loop.create_future()
+        self._loop.add_writer(self._fd, self._on_writable)
+        try:
+            await self._writable
+        finally:
+            self._writable = None
+            if self._fd >= 0:
+                self._loop.remove_writer(self._fd)
 
     def _send_some(self, buffers: Sequence[Buffer]) -> Sequence[Buffer]:
         """What is left after one call."""
@@ -160,11 +210,16 @@ class DataSocket:
             received.set_result(None)
 
     def _on_writable(self) -> None:
-        if self._writable is not None and not self._writable.done():
-            self._writable.set_result(None)
+        if self._writable is not None:
+            _set(self._writable)
 
     def _broken(self, why: str) -> ServerUnavailable:
         return ServerUnavailable(f"the data connection with {self.peer} has ended: {why}")
+
+
+def _set(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _rest(buffers: Sequence[Buffer], done: int) -> list[memoryview]:

@@ -9,6 +9,7 @@ from kvclient.handle import Handle
 from kvclient.placement import Placement
 from kvclient.planes.base import FetchPlane, Unreachable
 from kvclient.planes.grpc import GrpcFetchPlane, other_reply
+from kvclient.planes.shm import ShmFetchPlane, spans_of
 from kvclient.planes.tcp import TcpFetchPlane
 from kvserve.errors import InvalidRequest, ServerFault
 from kvserve.format.messages import descriptor_to_pb, parse
@@ -57,6 +58,7 @@ class FetchHandle(Handle):
         self._layers = tuple(layers) or descriptor.layer_order
         self._session = FetchSession(descriptor, self._layers, placement)
         self._events: dict[int, LayerEvent] = {}
+        self._spans: Sequence[tuple[int, int]] = ()
 
     async def wait(self) -> FetchResult:
         """The result at the end. Cancelling the wait does not cancel the transfer.
@@ -87,13 +89,22 @@ class FetchHandle(Handle):
             yield await self.layer(layer_index)
 
     async def _transfer(self) -> None:
-        rpcs = await self._channel.connected("Fetch")
-        try:
-            await self._fetch(rpcs, self._channel.planes.wanted())
-        except Unreachable as error:
-            others = self._channel.planes.without(error)
-            self._session = FetchSession(self._descriptor, self._layers, self._placement)
-            await self._fetch(await self._channel.connected("Fetch"), others)
+        choice = self._channel.planes
+        planes = choice.for_fetch(self._placement.region)
+        if "shm" in planes:
+            try:
+                self._spans = spans_of(self._placement, self._descriptor, self._layers)
+            except InvalidRequest:
+                planes = [it for it in planes if it != "shm"]
+                if not planes:  # it is pinned
+                    raise
+        while True:  # each turn has one plane less
+            try:
+                await self._fetch(await self._channel.connected("Fetch"), planes)
+                break
+            except Unreachable as error:
+                planes = choice.without(planes, error)
+                self._session = FetchSession(self._descriptor, self._layers, self._placement)
         if not self._session.is_finished:
             raise ServerFault("the server ended the stream before the last layer")
 
@@ -109,14 +120,20 @@ class FetchHandle(Handle):
             reply = parse(pb.FetchReply, message)
             if reply.WhichOneof("message") == "payload":
                 raise ServerFault("a payload frame came outside the layers that were asked for")
-            self._channel.planes.check(reply.head.plane)
+            name = self._channel.planes.check(planes, reply.head.plane)
             self._took(other_reply(reply, self._session))
-            plane: FetchPlane = GrpcFetchPlane()
-            if reply.head.HasField("data"):
-                plane = TcpFetchPlane(self._channel.planes.connections, reply.head.data)
+            plane = self._plane(name, reply.head)
             await plane.receive(call, self._session, self._took)
         finally:
             call.cancel()
+
+    def _plane(self, name: str, head: pb.FetchHead) -> FetchPlane:
+        if not head.HasField("data"):
+            return GrpcFetchPlane()
+        connections = self._channel.planes.connections
+        if name == "tcp":
+            return TcpFetchPlane(connections, head.data)
+        return ShmFetchPlane(connections, head.data, self._placement.region, self._spans)
 
     def _took(self, events: list[LayerEvent]) -> None:
         if events:

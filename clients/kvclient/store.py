@@ -109,12 +109,14 @@ class StoreHandle(Handle):
         return StoreResult(list(self._verdicts))
 
     async def _transfer(self) -> None:
-        rpcs = await self._channel.connected("Store")
-        try:
-            await self._store(rpcs, self._channel.planes.wanted())
-        except Unreachable as error:
-            others = self._channel.planes.without(error)
-            await self._store(await self._channel.connected("Store"), others)
+        choice = self._channel.planes
+        planes = choice.for_store()
+        while True:  # each turn has one plane less
+            try:
+                await self._store(await self._channel.connected("Store"), planes)
+                break
+            except Unreachable as error:
+                planes = choice.without(planes, error)
         if not self._verdicts:
             raise ServerFault("the server ended the store without a result")
 
@@ -124,7 +126,12 @@ class StoreHandle(Handle):
             opening = pb.StoreOpen(descriptor=descriptor_to_pb(self._descriptor), planes=planes)
             await call.write(pb.StoreRequest(open=opening).SerializeToString())
             while isinstance(message := await call.read(), bytes):  # else EOF
-                await self._take(parse(pb.StoreReply, message), call)
+                reply = parse(pb.StoreReply, message)
+                if reply.WhichOneof("message") == "needs":
+                    self._channel.planes.check(planes, reply.needs.plane)
+                    await self._take_needs(reply.needs, call)
+                else:
+                    self._take(reply)
                 self._pulse()
         finally:
             call.cancel()
@@ -132,12 +139,10 @@ class StoreHandle(Handle):
             if plane is not None:
                 plane.close(is_clean=bool(self._verdicts))
 
-    async def _take(self, reply: pb.StoreReply, call: StoreCall) -> None:
+    def _take(self, reply: pb.StoreReply) -> None:
         kind = reply.WhichOneof("message")
         count = self._descriptor.chunk_count
-        if kind == "needs":
-            await self._take_needs(reply.needs, call)
-        elif kind == "layer_stored":
+        if kind == "layer_stored":
             self._stored.add(reply.layer_stored.layer_index)
         elif kind == "result":
             self._verdicts = verdicts_from_pb(
@@ -152,11 +157,9 @@ class StoreHandle(Handle):
             raise ServerFault("the server takes no payload in a frame")
         if self._plane is not None:
             raise ServerFault("the server said twice what it needs")
-        choice = self._channel.planes
-        choice.check(needs.plane)
         plane: StorePlane = GrpcStorePlane(call)
         if needs.HasField("data"):
-            plane = TcpStorePlane(call, choice.connections, needs.data)
+            plane = TcpStorePlane(call, self._channel.planes.connections, needs.data)
         await plane.open()
         self._plane = plane
         self._frame_size_bytes = min(_FRAME_SIZE_BYTES, needs.frame_size_bytes_max)

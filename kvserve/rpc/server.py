@@ -33,8 +33,8 @@ from kvserve.store.chunk_store import ChunkStore
 from kvserve.store.known import KnownChunks
 from kvserve.store.owners import Owner
 from kvserve.store.paths import TempNames
+from kvserve.transfer.planes.data_port import DataPort, FrameBuffers
 from kvserve.transfer.planes.offered import Planes
-from kvserve.transfer.planes.tcp_port import FrameBuffers, TcpPort
 from kvserve.upkeep import Upkeep
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Server:
         keep_frame_memory()
         self._threads = ThreadPoolExecutor(config.store.io_threads, thread_name_prefix="fs")
         self._server: grpc.aio.Server | None = None
-        self.tcp_port: TcpPort | None = None
+        self.data_port: DataPort | None = None
 
     async def start(self) -> None:
         """Checks the root, binds, answers.
@@ -88,11 +88,11 @@ class Server:
         tree = await loop.run_in_executor(self._threads, _open_tree_blocking, config.store)
         self.service = Service(tree.store, self._threads, config.limits)
         try:
-            self.tcp_port = await _open_tcp_port(config)
+            self.data_port = await _open_data_port(config)
         except InvalidRequest:
             await loop.run_in_executor(self._threads, tree.owner.release_blocking)
             raise
-        planes = Planes(self.tcp_port, frame_size_bytes_max=config.limits.frame_size_bytes)
+        planes = Planes(self.data_port, frame_size_bytes_max=config.limits.frame_size_bytes)
         server = grpc.aio.server(options=channel_options(config.limits.message_size_bytes_max))
         server.add_generic_rpc_handlers(
             (Servicer(self.service, config.limits, tree.file_system, planes).handlers(),)
@@ -104,7 +104,7 @@ class Server:
         try:
             port = server.add_insecure_port(self.address)
         except RuntimeError as error:
-            await self._close_tcp_port()
+            await self._close_data_port()
             await loop.run_in_executor(self._threads, tree.owner.release_blocking)
             raise InvalidRequest(f"cannot listen on {self.address}: {error}") from error
         if not self.address.startswith("unix:"):
@@ -136,7 +136,7 @@ class Server:
         log.info("draining for at most %.0f s", timeout_s)
         await server.stop(timeout_s)
         await self.service.ended()
-        await self._close_tcp_port()
+        await self._close_data_port()
         await self._upkeep.stop()
         loop = asyncio.get_running_loop()
         close_idle_blocking = self._tree.store.open_chunks.close_idle_blocking
@@ -144,8 +144,8 @@ class Server:
         await loop.run_in_executor(None, self._threads.shutdown)
         log.info("stopped")
 
-    async def _close_tcp_port(self) -> None:
-        port, self.tcp_port = self.tcp_port, None
+    async def _close_data_port(self) -> None:
+        port, self.data_port = self.data_port, None
         if port is not None:
             await port.stop()
 
@@ -172,19 +172,20 @@ class _Tree:
     file_system: str
 
 
-async def _open_tcp_port(config: Config) -> TcpPort | None:
-    """The listening tcp plane, None if it is off."""
+async def _open_data_port(config: Config) -> DataPort:
+    """Where the tcp and the shm plane listen, as far as they are on."""
     listen, data_listen = config.server.listen, config.server.data_listen
-    if data_listen == "off" or (not data_listen and listen.startswith("unix:")):
-        return None
-    host = (data_listen or listen).rpartition(":")[0].strip("[]")
-    number = int(data_listen.rpartition(":")[2]) if data_listen else 0
     limits = config.limits
     # Frames of two transfers that hold all they may; beyond that memory is made for the moment.
     kept = min(2 * limits.frames_in_flight, max(1, _FRAMES_KEPT_BYTES // limits.frame_size_bytes))
     buffers = FrameBuffers(limits.frame_size_bytes, kept)
-    port = TcpPort(buffers, connections_max=2 * limits.transfers_max)
-    await port.start(host, number, tell_host=bool(data_listen))
+    port = DataPort(buffers, connections_max=2 * limits.transfers_max)
+    if data_listen != "off" and (data_listen or not listen.startswith("unix:")):
+        host = (data_listen or listen).rpartition(":")[0].strip("[]")
+        number = int(data_listen.rpartition(":")[2]) if data_listen else 0
+        await port.start(host, number, tell_host=bool(data_listen))
+    if config.server.shared_memory:
+        port.start_unix()
     return port
 
 

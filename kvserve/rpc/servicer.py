@@ -89,8 +89,9 @@ class Servicer:
     async def fetch(self, raw: bytes, context: _Context) -> None:
         request = parse(pb.FetchRequest, raw)
         descriptor = self._descriptor(request.descriptor)
-        async with self._planes.fetch(request.planes, context.write) as plane:
-            await self._service.fetch(descriptor, tuple(request.layers), plane)
+        layers = tuple(request.layers)
+        async with self._planes.fetch(request.planes, descriptor, layers, context.write) as plane:
+            await self._service.fetch(descriptor, layers, plane)
 
     async def store(self, requests: AsyncIterator[bytes], context: _Context) -> None:
         # `context.read` and not `requests`: a generator step less for every frame.

@@ -18,6 +18,7 @@ from kvclient import (
     ModelIdentity,
     Paged,
     Region,
+    SharedRegion,
     chunk_hashes,
     opaque,
 )
@@ -28,6 +29,17 @@ from kvserve.model import Span
 from kvserve.rpc.server import Server
 from kvserve.v1 import kvserve_pb2 as pb
 from tests.payload import payload_for, small_descriptor, store_all
+
+
+@pytest.fixture(params=["grpc", "tcp", "shm"])
+def plane(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def memory(plane: str, size_bytes: int) -> Region:
+    """A region that the plane can fetch into."""
+    return SharedRegion(size_bytes) if plane == "shm" else Region(bytearray(size_bytes))
 
 
 async def until(is_true: Callable[[], bool], timeout_s: float = 5.0) -> None:
@@ -58,16 +70,16 @@ async def test_the_plane_that_was_asked_for_is_the_one(
 ) -> None:
     descriptor = small_descriptor()
     await store_all(client, descriptor, payload_for(descriptor))
-    await client.fetch(descriptor, bytearray(descriptor.payload_size_bytes)).wait()
-    assert (await client.server_info()).planes == ("grpc", "tcp")
-    kept = 1 if plane == "tcp" else 0
+    await client.fetch(descriptor, memory(plane, descriptor.payload_size_bytes)).wait()
+    assert (await client.server_info()).planes == ("grpc", "tcp", "shm")
+    kept = {"grpc": 0, "tcp": 1, "shm": 2}[plane]  # shm: the store went over tcp
     await until_quiet(server)
-    assert f" {kept} connections, 0 expected, 0 refused" in repr(server.tcp_port)
+    assert f" {kept} connections, 0 expected, 0 refused" in repr(server.data_port)
 
 
 @pytest.mark.parametrize("slice_bytes", [8192, 3 << 20], ids=["whole slices", "pieces"])
 async def test_a_damaged_chunk_in_the_middle(
-    client: AsyncClient, root: Path, slice_bytes: int
+    client: AsyncClient, root: Path, slice_bytes: int, plane: str
 ) -> None:
     """Reported once, quarantined; every other byte is there, and the chunk's layers before it."""
     layout = Layout("uint8", 16, (opaque(slice_bytes),) * 3)
@@ -77,8 +89,9 @@ async def test_a_damaged_chunk_in_the_middle(
     source = payload_for(descriptor)
     await store_all(client, descriptor, source)
     flip_last_byte(root, descriptor.chunk_hashes[2])  # in the last layer's slice
-    target = bytearray(len(source))
-    handle = client.fetch(descriptor, target)
+    region = memory(plane, len(source))
+    target = region.view
+    handle = client.fetch(descriptor, region)
     missing = [event.missing async for event in handle.layers()]
     result = await handle.wait()
     assert missing == [(), (), (2,)]
@@ -93,22 +106,23 @@ async def test_a_damaged_chunk_in_the_middle(
     assert (await client.lookup(descriptor)).prefix_chunks == 2
     assert list((root / ".quarantine").iterdir())
     await store_all(client, descriptor, source)
-    assert (await client.fetch(descriptor, target).wait()).is_whole
+    assert (await client.fetch(descriptor, region).wait()).is_whole
     assert target == source
 
 
 async def test_cancels_at_any_moment_leave_the_region_alone(
-    client: AsyncClient, server: Server
+    client: AsyncClient, server: Server, plane: str
 ) -> None:
     """T6: once `cancel` has returned nothing is written any more."""
     random = Random(6)
     descriptor = large()
     source = payload_for(descriptor)
     await store_all(client, descriptor, source)
-    target = bytearray(len(source))
+    region = memory(plane, len(source))
+    target = region.view
     reused = b"\xaa" * len(target)
     for _ in range(25):
-        handle = client.fetch(descriptor, target)
+        handle = client.fetch(descriptor, region)
         if random.random() < 0.8:
             await asyncio.sleep(random.uniform(0, 0.03))
         await handle.cancel()
@@ -117,7 +131,7 @@ async def test_cancels_at_any_moment_leave_the_region_alone(
         assert target == reused
     await until_quiet(server)
     assert target == reused
-    assert (await client.fetch(descriptor, target).wait()).is_whole
+    assert (await client.fetch(descriptor, region).wait()).is_whole
     assert target == source
 
 
@@ -161,7 +175,7 @@ async def test_a_caller_that_gives_up_inside_a_layer_ends_the_store(client: Asyn
     assert not any((await client.lookup(descriptor)).hits)
 
 
-async def test_transfers_at_once(client: AsyncClient, server: Server) -> None:
+async def test_transfers_at_once(client: AsyncClient, server: Server, plane: str) -> None:
     descriptors = [
         small_descriptor(kv_heads=4, head_dim=128, chunks=16, first_token=1000 * number)
         for number in range(6)
@@ -170,13 +184,13 @@ async def test_transfers_at_once(client: AsyncClient, server: Server) -> None:
     await asyncio.gather(
         *(store_all(client, *both) for both in zip(descriptors, payloads, strict=True))
     )
-    targets = [bytearray(len(payload)) for payload in payloads]
+    targets = [memory(plane, len(payload)) for payload in payloads]
     another = small_descriptor(first_token=100_000)
     await asyncio.gather(
         store_all(client, another, payload_for(another)),
         *(client.fetch(*both).wait() for both in zip(descriptors, targets, strict=True)),
     )
-    assert targets == payloads
+    assert [target.view for target in targets] == payloads
     await until_quiet(server)
 
 
@@ -188,21 +202,21 @@ async def test_a_stalled_reader_is_ended_by_its_deadline(
     source = payload_for(descriptor)
     await store_all(client, descriptor, source)
     await until_quiet(server)
-    before = repr(server.tcp_port)
+    before = repr(server.data_port)
     channel = Channel(server.address, 2.0)
     request = pb.FetchRequest(descriptor=descriptor_to_pb(descriptor), planes=[plane])
     call = (await channel.connected("Fetch")).fetch(request, timeout=1.0)
     message = await call.read()
     head = pb.FetchReply.FromString(message).head
-    if plane == "tcp":
+    if plane != "grpc":
         connection = await DataConnections("127.0.0.1").open(head.data)
     await until(lambda: not repr(server.service).startswith("<Service 0 transfers"))
     other = small_descriptor(first_token=5000)
     await store_all(client, other, payload_for(other))
     assert not repr(server.service).startswith("<Service 0 transfers"), "it is still there"
     await until_quiet(server)
-    assert repr(server.tcp_port) == before
-    if plane == "tcp":
+    assert repr(server.data_port) == before
+    if plane != "grpc":
         connection.close()
     await channel.close()
 
@@ -210,27 +224,28 @@ async def test_a_stalled_reader_is_ended_by_its_deadline(
 class Short:
     """A placement that has no room for the last byte of a frame."""
 
-    def __init__(self, size_bytes: int) -> None:
-        self.region = Region(bytearray(size_bytes))
+    def __init__(self, region: Region) -> None:
+        self.region = region
 
     def views(self, layer: int, first: int, count: int, span: Span) -> list[memoryview]:
         return [self.region.view[: count * span.size_bytes - 1]]
 
 
 async def test_a_placement_that_is_too_small_is_refused(
-    client: AsyncClient, server: Server
+    client: AsyncClient, server: Server, plane: str
 ) -> None:
     descriptor = small_descriptor()
     await store_all(client, descriptor, payload_for(descriptor))
     with pytest.raises(InvalidRequest, match="wrong dtype or number of chunks"):
         client.fetch(descriptor, bytearray(descriptor.payload_size_bytes - 1))
-    handle = client.fetch(descriptor, Short(descriptor.payload_size_bytes))
-    with pytest.raises(InvalidRequest, match="the placement gives 65535 bytes for 65536"):
+    handle = client.fetch(descriptor, Short(memory(plane, descriptor.payload_size_bytes)))
+    words = "the placement gives 65535 bytes for 65536|spans for 262140 bytes"
+    with pytest.raises(InvalidRequest, match=words):
         await handle.wait()
     await until_quiet(server)
 
 
-async def test_many_small_blocks(client: AsyncClient) -> None:
+async def test_many_small_blocks(client: AsyncClient, plane: str) -> None:
     """More blocks in a frame than one system call takes."""
     descriptor = small_descriptor(layers=2, chunks=8, kv_heads=8, head_dim=128)
     source = payload_for(descriptor)
@@ -239,9 +254,10 @@ async def test_many_small_blocks(client: AsyncClient) -> None:
     count = len(source) // 2 // block
     order = list(range(2 * count))
     Random(8).shuffle(order)
-    pool = bytearray(len(source))
+    blocks = memory(plane, len(source))
+    pool = blocks.view
     addresses = [[at * block for at in order[:count]], [at * block for at in order[count:]]]
-    paged = Paged(pool, descriptor, addresses)
+    paged = Paged(blocks, descriptor, addresses)
     assert (await client.fetch(descriptor, paged).wait()).is_whole
     for layer_index in range(2):
         start = descriptor.payload_offsets[layer_index]
@@ -249,9 +265,10 @@ async def test_many_small_blocks(client: AsyncClient) -> None:
             at = addresses[layer_index][number]
             assert pool[at : at + block] == source[start + number * block :][:block]
     again = small_descriptor(layers=2, chunks=8, kv_heads=8, head_dim=128, tenant="other")
-    await store_all(client, again, Paged(pool, again, addresses))
-    target = bytearray(len(source))
-    assert (await client.fetch(again, target).wait()).is_whole
+    await store_all(client, again, Paged(blocks, again, addresses))
+    region = memory(plane, len(source))
+    target = region.view
+    assert (await client.fetch(again, region).wait()).is_whole
     assert target == source
 
 
@@ -263,8 +280,9 @@ async def test_a_fetch_may_end_while_the_server_drains(
     source = payload_for(descriptor)
     async with AsyncClient(server.address, plane=plane) as client:
         await store_all(client, descriptor, source)
-        target = bytearray(len(source))
-        handle = client.fetch(descriptor, target)
+        region = memory(plane, len(source))
+        target = region.view
+        handle = client.fetch(descriptor, region)
         await handle.layer(0)
         stopping = asyncio.create_task(server.stop())
         result = await handle.wait()
@@ -282,7 +300,7 @@ async def test_a_server_that_stops_hard_ends_the_fetch_with_an_error(
     source = payload_for(descriptor)
     async with AsyncClient(server.address, plane=plane) as client:
         await store_all(client, descriptor, source)
-        handle = client.fetch(descriptor, bytearray(len(source)), timeout_s=10)
+        handle = client.fetch(descriptor, memory(plane, len(source)), timeout_s=10)
         await handle.layer(0)
         await server.stop()
         await handle.ended()
@@ -290,7 +308,8 @@ async def test_a_server_that_stops_hard_ends_the_fetch_with_an_error(
             assert not isinstance(handle.error, DeadlineExceeded), handle.error
             assert handle.error.retryable
         again = await start_server(server={"listen": server.address})
-        target = bytearray(len(source))
-        assert (await client.fetch(descriptor, target).wait()).is_whole
+        region = memory(plane, len(source))
+        target = region.view
+        assert (await client.fetch(descriptor, region).wait()).is_whole
         assert target == source
         assert again.address == server.address

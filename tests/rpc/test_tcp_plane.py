@@ -35,8 +35,8 @@ from kvserve.format.records import (
 )
 from kvserve.model import Verdict
 from kvserve.rpc.server import Server
-from kvserve.transfer.planes import tcp_port
-from kvserve.transfer.planes.tcp_port import FrameBuffers, TcpPort
+from kvserve.transfer.planes import data_port
+from kvserve.transfer.planes.data_port import DataPort, FrameBuffers
 from kvserve.v1 import kvserve_pb2 as pb
 from tests.payload import payload_for, small_descriptor, store_all
 from tests.rpc.test_planes import large, until, until_quiet
@@ -99,8 +99,8 @@ class TestSecrets:
         wrong = await connected(offer.address)
         await wrong.send((HELLO_MAGIC, bytes(32)))
         assert await is_closed(wrong)
-        assert server.tcp_port is not None
-        assert server.tcp_port.refused == 1
+        assert server.data_port is not None
+        assert server.data_port.refused == 1
         assert "its secret is unknown, used or too old" in caplog.text
         right = await connected(offer.address)
         await right.send((HELLO_MAGIC, offer.secret))
@@ -118,8 +118,8 @@ class TestSecrets:
         await first.receive([memoryview(bytearray(24))])
         await second.send((HELLO_MAGIC, offer.secret))
         assert await is_closed(second)
-        assert server.tcp_port is not None
-        assert server.tcp_port.refused == 1
+        assert server.data_port is not None
+        assert server.data_port.refused == 1
         first.close()
         call.cancel()  # type: ignore[attr-defined]
         await until_quiet(server)
@@ -131,30 +131,30 @@ class TestSecrets:
         late = await connected(offer.address)
         await late.send((HELLO_MAGIC, offer.secret))
         assert await is_closed(late)
-        assert server.tcp_port is not None
-        assert server.tcp_port.refused == 1
-        assert " 0 expected" in repr(server.tcp_port)
+        assert server.data_port is not None
+        assert server.data_port.refused == 1
+        assert " 0 expected" in repr(server.data_port)
 
     async def test_one_that_is_never_shown(
         self, server: Server, rpcs: Rpcs, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(tcp_port, "SECRET_TTL_S", 0.1)
+        monkeypatch.setattr(data_port, "SECRET_TTL_S", 0.1)
         call, _ = await offered(rpcs)
         with pytest.raises(grpc.aio.AioRpcError, match=r"no data connection came within 0\.1 s"):
             await call.read()  # type: ignore[attr-defined]
-        assert " 0 expected" in repr(server.tcp_port)
+        assert " 0 expected" in repr(server.data_port)
 
     async def test_another_protocol(self, server: Server) -> None:
-        assert server.tcp_port is not None
-        stranger = await connected(server.tcp_port.address)
+        assert server.data_port is not None
+        stranger = await connected(server.data_port.address)
         await stranger.send((b"GET / HTTP/1.1\r\nHost: kvserve\r\n\r\n" + bytes(100),))
         assert await is_closed(stranger)
-        assert server.tcp_port.refused == 1
+        assert server.data_port.refused == 1
 
     async def test_silence(self, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(tcp_port, "_FIRST_HELLO_S", 0.1)
-        assert server.tcp_port is not None
-        silent = await connected(server.tcp_port.address)
+        monkeypatch.setattr(data_port, "_FIRST_HELLO_S", 0.1)
+        assert server.data_port is not None
+        silent = await connected(server.data_port.address)
         await silent.send((HELLO_MAGIC[:4],))
         assert await is_closed(silent)
 
@@ -171,7 +171,7 @@ class TestSecrets:
         call.cancel()  # type: ignore[attr-defined]
         await until_quiet(server)
         assert "refused a data connection" in caplog.text
-        text = caplog.text + repr(server.tcp_port)
+        text = caplog.text + repr(server.data_port)
         for form in (repr(offer.secret)[2:-1], offer.secret.hex(), repr(offer.secret[:6])[2:-1]):
             assert form not in text
         assert len(offer.secret) == 32
@@ -188,8 +188,8 @@ class TestConnections:
             handle = client.fetch(descriptor, target, layers=[layer_index])
             await handle.wait()
             await until_quiet(server)
-            assert server.tcp_port is not None
-            ports |= {connection.peer for connection in server.tcp_port._connections}
+            assert server.data_port is not None
+            ports |= {connection.peer for connection in server.data_port._connections}
         assert len(ports) == 1
         assert target == source
 
@@ -202,23 +202,23 @@ class TestConnections:
         await handle.layer(0)
         await handle.cancel()
         await until_quiet(server)
-        await until(lambda: " 0 connections" in repr(server.tcp_port))
+        await until(lambda: " 0 connections" in repr(server.data_port))
 
     async def test_nothing_to_move_needs_none(self, client: AsyncClient, server: Server) -> None:
         descriptor = small_descriptor()
         result = await client.fetch(descriptor, bytearray(descriptor.payload_size_bytes)).wait()
         assert result.prefix_chunks == 0
-        assert " 0 connections" in repr(server.tcp_port)
+        assert " 0 connections" in repr(server.data_port)
         await store_all(client, descriptor, payload_for(descriptor))
-        before = repr(server.tcp_port)
+        before = repr(server.data_port)
         await store_all(client, descriptor, payload_for(descriptor))
-        assert repr(server.tcp_port) == before
+        assert repr(server.data_port) == before
 
     async def test_frame_memory_is_used_again(self, client: AsyncClient, server: Server) -> None:
         """A fetch needs one frame, a store as many as it may hold; none is made anew for ever."""
-        assert server.tcp_port is not None
+        assert server.data_port is not None
         made: list[int] = []
-        buffers = server.tcp_port.buffers
+        buffers = server.data_port.buffers
         take = buffers.take
 
         def counted() -> memoryview:
@@ -241,11 +241,11 @@ class TestConnections:
         descriptor = small_descriptor()
         async with AsyncClient(server.address, plane="tcp") as client:
             await store_all(client, descriptor, payload_for(descriptor))
-            assert " 1 connections" in repr(server.tcp_port)
-        await until(lambda: " 0 connections" in repr(server.tcp_port))
+            assert " 1 connections" in repr(server.data_port)
+        await until(lambda: " 0 connections" in repr(server.data_port))
 
     async def test_too_many_push_out_the_oldest_that_is_idle(self) -> None:
-        port = TcpPort(FrameBuffers(4096, 1), connections_max=2)
+        port = DataPort(FrameBuffers(4096, 1), connections_max=2)
         await port.start("127.0.0.1", 0, tell_host=True)
         with port.expect() as expected:
             used = await connected(port.address)
@@ -267,7 +267,7 @@ class TestConnections:
 
     async def test_the_address_must_be_free(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = TcpPort(FrameBuffers(4096, 1), connections_max=2)
+            port = DataPort(FrameBuffers(4096, 1), connections_max=2)
             with pytest.raises(InvalidRequest, match=r"cannot listen on 127\.0\.0\.1:\d+ for data"):
                 await port.start("127.0.0.1", taken.getsockname()[1], tell_host=False)
             await port.stop()
@@ -275,11 +275,11 @@ class TestConnections:
 
 class TestChoice:
     async def test_a_plane_that_nobody_knows(self) -> None:
-        with pytest.raises(InvalidRequest, match="plane 'rdma' must be auto, tcp or grpc"):
+        with pytest.raises(InvalidRequest, match="plane 'rdma' must be auto, shm or tcp or grpc"):
             AsyncClient("127.0.0.1:1", plane="rdma")
 
     async def test_a_server_without_it(self, start_server: StartServer) -> None:
-        server = await start_server(server={"data_listen": "off"})
+        server = await start_server(server={"data_listen": "off", "shared_memory": False})
         descriptor = small_descriptor()
         source = payload_for(descriptor)
         target = bytearray(len(source))
@@ -299,8 +299,8 @@ class TestChoice:
         self, server: Server, caplog: pytest.LogCaptureFixture
     ) -> None:
         """By itself a client goes on over grpc, says so once, and tries again after a while."""
-        assert server.tcp_port is not None
-        server.tcp_port.address = "127.0.0.1:9"
+        assert server.data_port is not None
+        server.data_port.address = "127.0.0.1:9"
         descriptor = small_descriptor()
         source = payload_for(descriptor)
         target = bytearray(len(source))
@@ -336,7 +336,8 @@ class TestChoice:
     async def test_beside_a_unix_socket(self, start_server: StartServer, tmp_path: Path) -> None:
         """It is off, unless it has an address of its own."""
         server = await start_server(server={"listen": f"unix:{tmp_path}/a"})
-        assert server.tcp_port is None
+        assert server.data_port is not None
+        assert server.data_port.address == ""
         settings = {"listen": f"unix:{tmp_path}/b", "data_listen": "0.0.0.0:0"}
         server = await start_server(server=settings)
         descriptor = small_descriptor()
@@ -398,7 +399,7 @@ class TestBrokenClients:
     ) -> None:
         assert words in await self._sent(rpcs, *records)
         await until_quiet(server)
-        await until(lambda: " 0 connections" in repr(server.tcp_port))
+        await until(lambda: " 0 connections" in repr(server.data_port))
         assert [path for path in root.rglob(".*") if path.is_file()] == []
 
     async def test_a_finish_before_the_last_layer(self, server: Server, rpcs: Rpcs) -> None:

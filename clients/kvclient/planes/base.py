@@ -13,7 +13,7 @@ import grpc
 from kvclient.fetch_session import FetchSession, LayerEvent
 from kvserve.format.frames import FrameHeader
 
-PLANES: Final = ("tcp", "grpc")
+PLANES: Final = ("shm", "tcp", "grpc")
 """Best first."""
 
 FetchCall = grpc.aio.UnaryStreamCall[Any, bytes]
@@ -22,7 +22,14 @@ Took = Callable[[list[LayerEvent]], None]
 
 
 class Unreachable(Exception):
-    """The plane's own connection cannot be made; no payload has moved. Another plane may do."""
+    """The plane's own connection cannot be made; no payload has moved. Another plane may do.
+
+    `plane`: which one, filled in by who made the connection.
+    """
+
+    def __init__(self, plane: str, why: str) -> None:
+        super().__init__(why)
+        self.plane = plane
 
 
 class FetchPlane(Protocol):

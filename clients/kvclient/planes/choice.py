@@ -7,6 +7,8 @@ from typing import Final
 
 from kvclient.planes.base import PLANES, Unreachable
 from kvclient.planes.tcp import DataConnections
+from kvclient.region import Region
+from kvclient.shared_region import SharedRegion
 from kvserve.errors import InvalidRequest, ServerUnavailable
 
 log = logging.getLogger(__name__)
@@ -24,40 +26,60 @@ class PlaneChoice:
         if plane not in (AUTO, *PLANES):
             raise InvalidRequest(f"plane {plane!r} must be {AUTO}, {' or '.join(PLANES)}")
         host = "127.0.0.1" if address.startswith("unix:") else address.rpartition(":")[0]
-        self.connections = DataConnections(host.strip("[]"))
+        self.connections = DataConnections(host)
         self._address = address
         self._plane = plane
         self._clock = clock
-        self._avoided_until = 0.0
+        self._avoided_until: dict[str, float] = {}
 
     def __repr__(self) -> str:
-        return f"<PlaneChoice {self._plane}: {', '.join(self.wanted())}>"
+        return f"<PlaneChoice {self._plane}: {', '.join(self.for_store())}>"
 
-    def wanted(self) -> Sequence[str]:
-        """What to ask for, best first."""
+    def for_fetch(self, region: Region) -> Sequence[str]:
+        """What to ask for, best first.
+
+        Raises:
+            InvalidRequest: shm is pinned, and the region is not shared.
+        """
+        is_shared = isinstance(region, SharedRegion)
+        if self._plane == "shm" and not is_shared:
+            raise InvalidRequest("plane shm fetches into a SharedRegion only")
         if self._plane != AUTO:
             return (self._plane,)
-        return PLANES if self._clock() >= self._avoided_until else ("grpc",)
+        return [it for it in self._reachable() if is_shared or it != "shm"]
 
-    def without(self, error: Unreachable) -> Sequence[str]:
-        """What to ask for instead, at once and for a while.
+    def for_store(self) -> Sequence[str]:
+        """The same; shm is for fetches, a client that pins it stores over the best other plane."""
+        if self._plane not in (AUTO, "shm"):
+            return (self._plane,)
+        return [it for it in self._reachable() if it != "shm"]
 
-        Raises:
-            ServerUnavailable: no other plane will do, this one is pinned.
-        """
-        if self._plane != AUTO:
-            raise ServerUnavailable(f"{self._address}: plane {self._plane}: {error}") from error
-        self._avoided_until = self._clock() + _AVOIDED_S
-        log.warning("%s: %s; grpc is used for %g s", self._address, error, _AVOIDED_S)
-        return ("grpc",)
-
-    def check(self, plane: str) -> None:
-        """`plane` is what the server took, empty if it knows only grpc.
+    def without(self, planes: Sequence[str], error: Unreachable) -> Sequence[str]:
+        """What is left of `planes` for this transfer; later ones avoid the plane for a while.
 
         Raises:
-            InvalidRequest: that is not the pinned one.
+            ServerUnavailable: nothing, it is pinned.
         """
-        if self._plane not in (AUTO, plane or "grpc"):
+        left = [it for it in planes if it != error.plane]
+        if not left:
+            raise ServerUnavailable(f"{self._address}: plane {error.plane}: {error}") from error
+        self._avoided_until[error.plane] = self._clock() + _AVOIDED_S
+        log.warning("%s: %s; %s is avoided for %g s", self._address, error, error.plane, _AVOIDED_S)
+        return left
+
+    def check(self, planes: Sequence[str], plane: str) -> str:
+        """The plane that the server took: `plane`, or grpc if it knows no other.
+
+        Raises:
+            InvalidRequest: that is none of `planes`.
+        """
+        taken = plane or "grpc"
+        if taken not in planes:
             raise InvalidRequest(
-                f"plane {self._plane} is not there: {self._address} has only {plane or 'grpc'}"
+                f"plane {' or '.join(planes)} is not there: {self._address} took {taken}"
             )
+        return taken
+
+    def _reachable(self) -> list[str]:
+        now = self._clock()
+        return [it for it in PLANES if now >= self._avoided_until.get(it, 0.0)]

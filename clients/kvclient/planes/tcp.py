@@ -12,6 +12,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from kvclient.fetch_session import FetchSession
 from kvclient.planes.base import FetchCall, StoreCall, Took, Unreachable
@@ -33,7 +34,7 @@ from kvserve.model import Verdict
 from kvserve.v1 import kvserve_pb2 as pb
 
 _KEPT_MAX = 4
-# Well below the time after which the server closes it (`transfer/planes/tcp_port.py`).
+# Well below the time after which the server closes it (`transfer/planes/data_port.py`).
 _KEPT_S = 30.0
 _CONNECT_S = 1.0
 # The server ends call and connection together; the call's status says why.
@@ -47,6 +48,7 @@ class DataConnections:
     """
 
     def __init__(self, server_host: str) -> None:
+        """`server_host`: as in an address, so in brackets if it is IPv6."""
         self._server_host = server_host
         self._kept: list[tuple[float, DataSocket]] = []
 
@@ -56,12 +58,12 @@ class DataConnections:
         Raises:
             Unreachable: the address does not answer at once.
         """
-        connection = self._take() or await self._connect(offer.address)
+        connection = self._take(offer.address) or await self._connect(offer.address)
         try:
             await connection.send((HELLO_MAGIC, offer.secret))
         except ServerUnavailable as error:
             connection.close()
-            raise Unreachable(str(error)) from error
+            raise Unreachable(_plane_of(offer.address), str(error)) from error
         except BaseException:
             connection.close()
             raise
@@ -70,9 +72,10 @@ class DataConnections:
     def keep(self, connection: DataSocket) -> None:
         """Its transfer has ended well."""
         connection.unwatch()
-        if len(self._kept) >= _KEPT_MAX:
+        now = time.monotonic()
+        while self._kept and (len(self._kept) >= _KEPT_MAX or now - self._kept[0][0] > _KEPT_S):
             self._kept.pop(0)[1].close()
-        self._kept.append((time.monotonic(), connection))
+        self._kept.append((now, connection))
 
     def close(self) -> None:
         """Closes those that are kept."""
@@ -80,28 +83,32 @@ class DataConnections:
         for _, connection in kept:
             connection.close()
 
-    def _take(self) -> DataSocket | None:
-        while self._kept:
-            kept_at, connection = self._kept.pop()
-            if time.monotonic() - kept_at < _KEPT_S and connection.is_idle():
+    def _take(self, address: str) -> DataSocket | None:
+        now = time.monotonic()
+        for entry in reversed(self._kept):
+            kept_at, connection = entry
+            if connection.peer != self._resolved(address):
+                continue
+            self._kept.remove(entry)
+            if now - kept_at < _KEPT_S and connection.is_idle():
                 return connection
             connection.close()
         return None
 
+    def _resolved(self, address: str) -> str:
+        return f"{self._server_host}{address}" if address.startswith(":") else address
+
     async def _connect(self, address: str) -> DataSocket:
-        host, _, port = address.rpartition(":")
-        host = host.strip("[]") or self._server_host
-        loop = asyncio.get_running_loop()
+        where = self._resolved(address)
         refused = "no address"
         try:
             async with asyncio.timeout(_CONNECT_S):
-                found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-                for family, kind, protocol, _, where in found:
-                    sock = socket.socket(family, kind, protocol)
+                for family, target in await _targets(where):
+                    sock = socket.socket(family, socket.SOCK_STREAM)
                     try:
                         sock.setblocking(False)
-                        await loop.sock_connect(sock, where)
-                        return DataSocket(sock, f"{host}:{port}")
+                        await asyncio.get_running_loop().sock_connect(sock, target)
+                        return DataSocket(sock, where)
                     except OSError as error:
                         refused = str(error)
                         sock.close()
@@ -112,7 +119,23 @@ class DataConnections:
             refused = f"no answer in {_CONNECT_S:g} s"
         except OSError as error:
             refused = str(error)
-        raise Unreachable(f"the data address {host}:{port} cannot be reached: {refused}")
+        what = f"the data address {where} cannot be reached: {refused}"
+        raise Unreachable(_plane_of(address), what)
+
+
+def _plane_of(address: str) -> str:
+    return "shm" if address.startswith("unix:") else "tcp"
+
+
+async def _targets(address: str) -> list[tuple[socket.AddressFamily, Any]]:
+    """What `sock_connect` takes: of an abstract Unix socket, or every address of a host."""
+    if address.startswith("unix:@"):
+        return [(socket.AF_UNIX, "\0" + address.removeprefix("unix:@"))]
+    host, _, port = address.rpartition(":")
+    found = await asyncio.get_running_loop().getaddrinfo(
+        host.strip("[]"), port, type=socket.SOCK_STREAM
+    )
+    return [(family, target) for family, _, _, _, target in found]
 
 
 class TcpFetchPlane:
@@ -126,13 +149,7 @@ class TcpFetchPlane:
         connection = await self._connections.open(self._offer)
         is_clean = False
         try:
-            try:
-                await _land_all(connection, session, took)
-            except ServerUnavailable:
-                await _raise_status(call)
-                raise
-            if isinstance(await call.read(), bytes):
-                raise ServerFault("a reply came after the last layer")
+            await finish_fetch(connection, call, session, took)
             is_clean = True
         finally:
             if is_clean:
@@ -141,18 +158,32 @@ class TcpFetchPlane:
                 connection.close()
 
 
-async def _land_all(connection: DataSocket, session: FetchSession, took: Took) -> None:
+async def finish_fetch(
+    connection: DataSocket, call: FetchCall, session: FetchSession, took: Took
+) -> None:
+    """Takes all records and the end of the call."""
+    try:
+        await _take_records(connection, session, took)
+    except ServerUnavailable:
+        await _raise_status(call)
+        raise
+    if isinstance(await call.read(), bytes):
+        raise ServerFault("a reply came after the last layer")
+
+
+async def _take_records(connection: DataSocket, session: FetchSession, took: Took) -> None:
     raw_head = memoryview(bytearray(HEAD_SIZE_BYTES))
     all_extra = memoryview(bytearray(EXTRA_SIZE_BYTES_MAX))
     while not session.is_finished:
         await connection.receive([raw_head])
         head = decode_head(raw_head)
         extra = all_extra[: head.extra_size_bytes]
-        if head.kind is RecordKind.PAYLOAD:
+        if head.kind in (RecordKind.PAYLOAD, RecordKind.LANDED):
             views = session.place(
                 head.layer_index, head.first_chunk, head.slice_offset, head.payload_size_bytes
             )
-            await connection.receive([extra, *views])
+            is_there = head.kind is RecordKind.LANDED
+            await connection.receive([extra] if is_there else [extra, *views])
             events = session.landed(bytes(extra))
         elif head.kind is RecordKind.MISS:
             await connection.receive([extra])

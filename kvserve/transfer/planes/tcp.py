@@ -26,15 +26,19 @@ from kvserve.format.records import (
 )
 from kvserve.model import ChunkStatus, Verdict
 from kvserve.transfer.planes.base import IncomingFrame, OutgoingFrame
+from kvserve.transfer.planes.data_port import DataPort, Expected
 from kvserve.transfer.planes.grpc import GrpcStorePlane, Read, Write, fetch_head
-from kvserve.transfer.planes.tcp_port import TcpPort
+from kvserve.v1 import kvserve_pb2 as pb
 
 
 class _Connected:
     """A plane with a data connection: as a context it gives it back, or closes it on an error."""
 
-    _port: TcpPort
+    _port: DataPort
     _connection: DataSocket | None = None
+
+    def _offer(self, expected: Expected) -> pb.DataOffer:
+        return pb.DataOffer(address=self._port.address, secret=expected.secret)
 
     async def __aenter__(self) -> Self:
         return self
@@ -72,7 +76,7 @@ class TcpFetchPlane(_Connected):
 
     name = "tcp"
 
-    def __init__(self, write: Write, port: TcpPort) -> None:
+    def __init__(self, write: Write, port: DataPort) -> None:
         self._write = write
         self._port = port
 
@@ -81,7 +85,7 @@ class TcpFetchPlane(_Connected):
             await self._write(fetch_head(verdicts, self.name, None))
             return
         with self._port.expect() as expected:
-            await self._write(fetch_head(verdicts, self.name, self._port.offer(expected)))
+            await self._write(fetch_head(verdicts, self.name, self._offer(expected)))
             self._connection = await expected.connection()
 
     def new_frame(self, header: FrameHeader, payload_size_bytes: int) -> TcpFrame:
@@ -104,7 +108,7 @@ class TcpStorePlane(_Connected, GrpcStorePlane):
 
     name = "tcp"
 
-    def __init__(self, read: Read, write: Write, frame_size_bytes_max: int, port: TcpPort) -> None:
+    def __init__(self, read: Read, write: Write, frame_size_bytes_max: int, port: DataPort) -> None:
         super().__init__(read, write, frame_size_bytes_max)
         self._port = port
 
@@ -113,7 +117,7 @@ class TcpStorePlane(_Connected, GrpcStorePlane):
             await self._say_needs(statuses, None)
             return
         with self._port.expect() as expected:
-            await self._say_needs(statuses, self._port.offer(expected))
+            await self._say_needs(statuses, self._offer(expected))
             self._connection = await expected.connection()
 
     async def frames(self) -> AsyncIterator[IncomingFrame]:

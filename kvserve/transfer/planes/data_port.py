@@ -23,7 +23,6 @@ from hashlib import sha256
 from kvserve.data_socket import DataSocket
 from kvserve.errors import DeadlineExceeded, InvalidRequest, ServerUnavailable
 from kvserve.format.records import HELLO_MAGIC, HELLO_SIZE_BYTES, SECRET_SIZE_BYTES
-from kvserve.v1 import kvserve_pb2 as pb
 
 log = logging.getLogger(__name__)
 
@@ -73,16 +72,18 @@ class Expected:
             ) from None
 
 
-class TcpPort:
-    """One per server. `address` is what clients are told; `refused` counts wrong hellos."""
+class DataPort:
+    """One per server. `address` and `unix_address` are what clients are told, empty if nothing
+    listens there; `refused` counts wrong hellos."""
 
     def __init__(self, buffers: FrameBuffers, *, connections_max: int) -> None:
         self.buffers = buffers
         self.address = ""
+        self.unix_address = ""
         self.refused = 0
         self._connections_max = connections_max
-        self._listener: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
+        self._listeners: list[socket.socket] = []
+        self._accepting: list[asyncio.Task[None]] = []
         self._expected: dict[bytes, Expected] = {}
         self._connections: set[DataSocket] = set()
         # Those whose secret is awaited, longest first.
@@ -90,7 +91,7 @@ class TcpPort:
 
     def __repr__(self) -> str:
         return (
-            f"<TcpPort {self.address} {len(self._connections)} connections, "
+            f"<DataPort {self.address} {len(self._connections)} connections, "
             f"{len(self._expected)} expected, {self.refused} refused>"
         )
 
@@ -112,22 +113,36 @@ class TcpPort:
             )
         except OSError as error:
             raise InvalidRequest(f"cannot listen on {host}:{port} for data: {error}") from error
-        listener.setblocking(False)
         bound = listener.getsockname()[1]
         told = f"[{host}]" if ":" in host else host
         self.address = f"{told if tell_host and host not in _WILDCARDS else ''}:{bound}"
-        self._listener = listener
-        self._accepting = loop.create_task(self._accept())
+        self._listen(listener)
+
+    def start_unix(self) -> None:
+        """Listens for clients on this host (to be exact: in this network namespace), on an abstract
+        Unix socket: it has no file, and its name is free once the server has ended."""
+        name = f"kvserve-{secrets.token_hex(16)}"
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(f"\0{name}")
+        listener.listen(_BACKLOG)
+        self.unix_address = f"unix:@{name}"
+        self._listen(listener)
+
+    def _listen(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        self._listeners.append(listener)
+        accepting = asyncio.get_running_loop().create_task(self._accept(listener))
+        self._accepting.append(accepting)
 
     async def stop(self) -> None:
         """Closes every connection, those in use too."""
-        tasks = [*self._greetings.values(), *([self._accepting] if self._accepting else [])]
+        tasks = [*self._greetings.values(), *self._accepting]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        if self._listener is not None:
-            self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         for connection in list(self._connections):
             self.close(connection)
 
@@ -146,9 +161,6 @@ class TcpPort:
         finally:
             self._expected.pop(digest, None)
 
-    def offer(self, expected: Expected) -> pb.DataOffer:
-        return pb.DataOffer(address=self.address, secret=expected.secret)
-
     def take_back(self, connection: DataSocket) -> None:
         """Its transfer ended well, at the end of a record: it may bring another secret."""
         self._greet(connection, _IDLE_S)
@@ -158,18 +170,18 @@ class TcpPort:
         self._greetings.pop(connection, None)
         connection.close()
 
-    async def _accept(self) -> None:
+    async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        assert self._listener is not None, "not started"
         while True:
             try:
-                sock, peer = await loop.sock_accept(self._listener)
+                sock, peer = await loop.sock_accept(listener)
             except OSError as error:
                 # Out of descriptors, most likely: those who end give some back.
                 log.warning("cannot accept a data connection: %s", error)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            connection = DataSocket(sock, f"{peer[0]}:{peer[1]}")
+            is_local = sock.family == socket.AF_UNIX
+            connection = DataSocket(sock, "this host" if is_local else f"{peer[0]}:{peer[1]}")
             if len(self._connections) >= self._connections_max:
                 if not self._greetings:
                     self._refuse(connection, f"{len(self._connections)} connections are in use")
