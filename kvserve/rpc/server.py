@@ -39,8 +39,9 @@ from kvserve.upkeep import Upkeep
 
 log = logging.getLogger(__name__)
 
-# What the process needs beside chunk files: sockets, the loop's own, libraries.
-_OTHER_FILES = 512
+# What the process needs beside chunk files: sockets, data connections and the memory that clients
+# share over them, the loop's own, libraries.
+_OTHER_FILES = 1536
 # Frame memory of the tcp plane that is kept for the next transfer, at most.
 _FRAMES_KEPT_BYTES = 64 << 20
 

@@ -168,6 +168,7 @@ class DataPort:
     def close(self, connection: DataSocket) -> None:
         self._connections.discard(connection)
         self._greetings.pop(connection, None)
+        connection.memory = None
         connection.close()
 
     async def _accept(self, listener: socket.socket) -> None:

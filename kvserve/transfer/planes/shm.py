@@ -18,6 +18,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from types import TracebackType
 
 from kvserve.data_socket import DataSocket
 from kvserve.errors import InvalidRequest
@@ -42,12 +43,7 @@ class Target:
     """Where the payload goes: spans of shared memory, one after another."""
 
     def __init__(self, memory: memoryview, offsets: Sequence[int], sizes: Sequence[int]) -> None:
-        """Raises `InvalidRequest` if a span leaves the memory."""
-        for offset, size in zip(offsets, sizes, strict=True):
-            if not size or offset + size > len(memory):
-                raise InvalidRequest(
-                    f"a span of {size} bytes at {offset} in shared memory of {len(memory)} bytes"
-                )
+        """The spans must have been checked."""
         self._memory = memory
         self._offsets = offsets
         self._sizes = sizes
@@ -89,6 +85,15 @@ class ShmFetchPlane(TcpFetchPlane):
         self._slice_sizes = descriptor.layout.slice_sizes
         self._starts, self._size_bytes = _layer_starts(descriptor, layers)
         self._target: Target | None = None
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._target = None  # a traceback may keep this plane: it must not keep the memory
+        await super().__aexit__(kind, error, traceback)
 
     def _offer(self, expected: Expected) -> pb.DataOffer:
         return pb.DataOffer(address=self._port.unix_address, secret=expected.secret)
@@ -149,7 +154,18 @@ async def _receive_target(connection: DataSocket) -> Target:
             os.close(fd)
     if not isinstance(connection.memory, mmap.mmap):
         raise InvalidRequest("no shared memory came over this connection")
-    return Target(memoryview(connection.memory), *decode_spans(spans))
+    offsets, sizes = decode_spans(spans)
+    # Before anything holds the memory: the traceback of a refusal would keep it.
+    _check_spans(offsets, sizes, len(connection.memory))
+    return Target(memoryview(connection.memory), offsets, sizes)
+
+
+def _check_spans(offsets: Sequence[int], sizes: Sequence[int], memory_size_bytes: int) -> None:
+    for offset, size in zip(offsets, sizes, strict=True):
+        if not size or offset + size > memory_size_bytes:
+            raise InvalidRequest(
+                f"a span of {size} bytes at {offset} in shared memory of {memory_size_bytes} bytes"
+            )
 
 
 def _map(fd: int, size_bytes: int) -> mmap.mmap:
