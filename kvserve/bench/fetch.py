@@ -8,7 +8,7 @@ from collections import deque
 from contextlib import AsyncExitStack
 from time import perf_counter
 
-from kvclient import AsyncClient, FetchHandle, FetchResult
+from kvclient import AsyncClient, FetchHandle, FetchResult, Region
 from kvserve.bench.ceilings import Memcpy, PageCacheRead
 from kvserve.bench.grpc_ceiling import CeilingClient, GrpcRead, ceiling_server
 from kvserve.bench.probe import PAYLOAD_FACTOR, rise_max_bytes, server_growth
@@ -40,7 +40,13 @@ class FetchStream(Case):
     requests = 1
 
     def __init__(
-        self, client: AsyncClient, unit: WorkUnit, series: int, *, region: memoryview, pid: int
+        self,
+        client: AsyncClient,
+        unit: WorkUnit,
+        series: int,
+        *,
+        region: memoryview | Region,
+        pid: int,
     ) -> None:
         self._client = client
         self._descriptor = unit.descriptor(series)
@@ -70,7 +76,7 @@ class FetchByLayer(Case):
         unit: WorkUnit,
         series: int,
         *,
-        region: memoryview,
+        region: memoryview | Region,
         pid: int,
         depth: int,
     ) -> None:

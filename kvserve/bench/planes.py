@@ -6,7 +6,8 @@ over one TCP connection, and constant bytes over the same.
 
 from contextlib import AsyncExitStack
 
-from kvclient import AsyncClient
+from kvclient import AsyncClient, Region, SharedRegion
+from kvclient.planes.base import PLANES
 from kvserve.bench.fetch import FetchByLayer, FetchStream, check_bytes
 from kvserve.bench.report import TransferReport, machine, ratio_bar, summarise
 from kvserve.bench.rounds import WARM_UPS, Case, Step, run_rounds, step_count
@@ -15,7 +16,6 @@ from kvserve.bench.workspace import Settings, Workspace, touched
 from kvserve.store.chunk_store import ChunkLocations
 
 RATIO_MIN = 0.70
-PLANES = ("tcp", "grpc")
 _SERIES = 0
 _CASES, _OTHER_STEPS = 2 * len(PLANES) + 2, 2 * len(PLANES) + 1
 
@@ -35,17 +35,20 @@ async def bench_planes(settings: Settings, step: Step) -> TransferReport:
         await space.store_series([(unit, _SERIES)])
         server = stack.enter_context(space.server())
         region = touched(unit.size_bytes)
+        shared = SharedRegion(unit.size_bytes)
+        shared.view[:] = region
         whole: list[Case] = []
         by_layer: list[Case] = []
         for plane in PLANES:
             client = await stack.enter_async_context(AsyncClient(server.address, plane=plane))
-            stream = FetchStream(client, unit, _SERIES, region=region, pid=server.pid)
-            layers = FetchByLayer(client, unit, _SERIES, region=region, pid=server.pid, depth=1)
+            into = shared if plane == "shm" else Region(region)
+            stream = FetchStream(client, unit, _SERIES, region=into, pid=server.pid)
+            layers = FetchByLayer(client, unit, _SERIES, region=into, pid=server.pid, depth=1)
             for case in (stream, layers):
                 case.name = f"{case.name}_{plane}"
                 case.label = case.label.replace("kvserve", f"kvserve {plane}", 1)
                 step(f"checking the bytes: {case.label}")
-                await check_bytes(case, unit, region)
+                await check_bytes(case, unit, into.view)
             whole.append(stream)
             by_layer.append(layers)
         files = ChunkLocations(str(space.chunks), unit.descriptor(_SERIES))
@@ -62,5 +65,5 @@ async def bench_planes(settings: Settings, step: Step) -> TransferReport:
         cases=rows,
         server_growth=[],
         verified_cases=[case.name for case in (*whole, *by_layer)],
-        bars=[ratio_bar(rows, whole[0].name, ceilings[0].name, RATIO_MIN)],
+        bars=[ratio_bar(rows, "kvserve_stream_tcp", "tcp_files", RATIO_MIN)],
     )

@@ -103,8 +103,10 @@ def test_planes(tmp_path: Path) -> None:
     report = bench_json(tmp_path, "planes", *TINY, "--repeats", "2")
     requests = {case["name"]: case["requests"] for case in report["cases"]}
     assert requests == {
+        "kvserve_stream_shm": 1,
         "kvserve_stream_tcp": 1,
         "kvserve_stream_grpc": 1,
+        "kvserve_by_layer_sequential_shm": 2,
         "kvserve_by_layer_sequential_tcp": 2,
         "kvserve_by_layer_sequential_grpc": 2,
         "tcp_files": 1,
