@@ -9,7 +9,8 @@ from kvserve.errors import InvalidRequest
 
 
 class SharedRegion(Region):
-    """`size_bytes` of new memory, as a memfd that can neither shrink nor grow.
+    """`size_bytes` of new memory, as a memfd that can neither shrink nor grow. Make it once: the
+    kernel clears every page here, which takes a while.
 
     Use it like any region: `region.view` is the memory, `numpy.frombuffer(region.view, ...)` or
     `torch.frombuffer` lay an array over it. Only a server that the client's fetches go to gets it.
@@ -23,7 +24,9 @@ class SharedRegion(Region):
             os.ftruncate(fd, size_bytes)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-            super().__init__(mmap.mmap(fd, size_bytes))
+            # With all its pages from the start, or the server would make them, and pay for them.
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            super().__init__(mmap.mmap(fd, size_bytes, flags=flags))
         except BaseException:
             os.close(fd)
             raise

@@ -14,6 +14,7 @@ time which that takes tells nothing about them, and compared in constant time.
 import asyncio
 import hmac
 import logging
+import mmap
 import secrets
 import socket
 from collections.abc import Iterator
@@ -33,6 +34,13 @@ _IDLE_S = 120.0
 _ACCEPT_PAUSE_S = 0.5
 _BACKLOG = 256
 _WILDCARDS = ("", "0.0.0.0", "::", "*")
+
+
+def forget_memory(connection: DataSocket) -> None:
+    """Unmaps what was shared over it, on a thread: that takes as long as its pages are many."""
+    memory, connection.memory = connection.memory, None
+    if isinstance(memory, mmap.mmap):
+        asyncio.get_running_loop().run_in_executor(None, memory.close)
 
 
 class FrameBuffers:
@@ -168,8 +176,8 @@ class DataPort:
     def close(self, connection: DataSocket) -> None:
         self._connections.discard(connection)
         self._greetings.pop(connection, None)
-        connection.memory = None
         connection.close()
+        forget_memory(connection)
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()

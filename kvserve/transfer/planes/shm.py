@@ -33,7 +33,7 @@ from kvserve.format.records import (
 )
 from kvserve.model import Descriptor, Verdict
 from kvserve.transfer.planes.base import OutgoingFrame
-from kvserve.transfer.planes.data_port import DataPort, Expected
+from kvserve.transfer.planes.data_port import DataPort, Expected, forget_memory
 from kvserve.transfer.planes.grpc import Write
 from kvserve.transfer.planes.tcp import TcpFetchPlane, TcpFrame
 from kvserve.v1 import kvserve_pb2 as pb
@@ -52,6 +52,10 @@ class Target:
     @property
     def size_bytes(self) -> int:
         return self._ends[-1]
+
+    def close(self) -> None:
+        """Lets go of the memory, which can then be unmapped."""
+        self._memory.release()
 
     def write(self, at: int, payload: memoryview) -> None:
         """Copies a part of the payload, from its byte `at` on, to its place."""
@@ -92,7 +96,8 @@ class ShmFetchPlane(TcpFetchPlane):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._target = None  # a traceback may keep this plane: it must not keep the memory
+        if self._target is not None:
+            self._target.close()
         await super().__aexit__(kind, error, traceback)
 
     def _offer(self, expected: Expected) -> pb.DataOffer:
@@ -144,7 +149,7 @@ async def _receive_target(connection: DataSocket) -> Target:
     spans = memoryview(bytearray(SPAN_SIZE_BYTES * head.span_count))
     await connection.receive([spans])
     if head.has_memory:
-        connection.memory = None
+        forget_memory(connection)
         fd = await connection.receive_fd()
         if fd is None:
             raise InvalidRequest("shared memory was announced and did not come")
