@@ -128,11 +128,13 @@ class TestSecrets:
         call, offer = await offered(rpcs)
         call.cancel()  # type: ignore[attr-defined]
         await until_quiet(server)
-        late = await connected(offer.address)
-        await late.send((HELLO_MAGIC, offer.secret))
-        assert await is_closed(late)
         assert server.data_port is not None
-        assert server.data_port.refused == 1
+        # A cancel may overtake the hello: that is nobody's fault. Twice is no accident.
+        for refused in (0, 1):
+            late = await connected(offer.address)
+            await late.send((HELLO_MAGIC, offer.secret))
+            assert await is_closed(late)
+            assert server.data_port.refused == refused
         assert " 0 expected" in repr(server.data_port)
 
     async def test_one_that_is_never_shown(

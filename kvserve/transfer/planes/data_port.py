@@ -33,6 +33,7 @@ _FIRST_HELLO_S = 5.0
 _IDLE_S = 120.0
 _ACCEPT_PAUSE_S = 0.5
 _BACKLOG = 256
+_WITHDRAWN_MAX = 1024
 _WILDCARDS = ("", "0.0.0.0", "::", "*")
 
 
@@ -93,6 +94,8 @@ class DataPort:
         self._listeners: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
         self._expected: dict[bytes, Expected] = {}
+        # Digests of secrets whose transfer ended before they were shown, oldest first.
+        self._withdrawn: dict[bytes, None] = {}
         self._connections: set[DataSocket] = set()
         # Those whose secret is awaited, longest first.
         self._greetings: dict[DataSocket, asyncio.Task[None]] = {}
@@ -167,7 +170,10 @@ class DataPort:
                 self.close(expected.arrived.result())  # it came just as the transfer ended
             raise
         finally:
-            self._expected.pop(digest, None)
+            if self._expected.pop(digest, None) is not None:
+                self._withdrawn[digest] = None
+                if len(self._withdrawn) > _WITHDRAWN_MAX:
+                    del self._withdrawn[next(iter(self._withdrawn))]
 
     def take_back(self, connection: DataSocket) -> None:
         """Its transfer ended well, at the end of a record: it may bring another secret."""
@@ -218,8 +224,13 @@ class DataPort:
             self._refuse(connection, "it does not speak this protocol")
             return
         secret = bytes(hello[len(HELLO_MAGIC) :])
-        expected = self._expected.pop(sha256(secret).digest(), None)
-        if expected is None or not hmac.compare_digest(expected.secret, secret):
+        digest = sha256(secret).digest()
+        expected = self._expected.pop(digest, None)
+        if digest in self._withdrawn:  # a cancel overtook it: the client has done nothing wrong
+            del self._withdrawn[digest]
+            log.debug("%r came for a transfer that has ended", connection)
+            self.close(connection)
+        elif expected is None or not hmac.compare_digest(expected.secret, secret):
             self._refuse(connection, "its secret is unknown, used or too old")
         elif expected.arrived.done():  # the transfer has just ended
             self.close(connection)
