@@ -17,8 +17,9 @@ from kvserve.format.messages import (
     SERVICE,
     verdicts_to_pb,
 )
+from kvserve.format.request_size import parse_bounded
 from kvserve.model import check_lease_owner, check_tenant, leading_hits
-from kvserve.rpc.requests import DescriptorReader, parse_bounded
+from kvserve.rpc.requests import DescriptorReader
 from kvserve.rpc.status import with_status
 from kvserve.service import Service
 from kvserve.transfer.planes.offered import Planes

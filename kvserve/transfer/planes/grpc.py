@@ -15,7 +15,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from kvserve.errors import InvalidRequest
 from kvserve.format.frames import FrameHeader, decode_frame, encode_prefix
-from kvserve.format.messages import parse, verdicts_to_pb
+from kvserve.format.messages import verdicts_to_pb
+from kvserve.format.request_size import parse_bounded
 from kvserve.model import ChunkStatus, Verdict
 from kvserve.transfer.planes.base import IncomingFrame, OutgoingFrame
 from kvserve.v1 import kvserve_pb2 as pb
@@ -99,7 +100,7 @@ class GrpcStorePlane:
         while isinstance(message := await self._read(), bytes):  # else the end
             frame = decode_frame(message)
             if frame is None:
-                kind = parse(pb.StoreRequest, message).WhichOneof("message")
+                kind = parse_bounded(pb.StoreRequest, message).WhichOneof("message")
                 if kind == "finish":
                     self.is_finished = True
                     return
