@@ -37,11 +37,21 @@ class ServerConfig(_Section):
         description="Address of the gRPC service: HOST:PORT, [V6]:PORT or unix:PATH.",
     )
 
-    @field_validator("listen", "metrics_listen")
+    data_listen: str = Field(
+        "",
+        pattern=r"^(|off|[^/]+:\d{1,5})$",
+        description="Address of the tcp plane: HOST:PORT; empty: listen's host, any port; or off.",
+    )
+
+    shared_memory: bool = Field(
+        True, description="Fetches into memory shared with clients on this host: the shm plane."
+    )
+
+    @field_validator("listen", "data_listen", "metrics_listen")
     @classmethod
     def _port_exists(cls, listen: str) -> str:
         port = listen.rpartition(":")[2]
-        if listen and not listen.startswith("unix:") and int(port) > 65_535:
+        if not listen.startswith("unix:") and port.isdecimal() and int(port) > 65_535:
             raise ValueError(f"port {port} is above 65535")
         return listen
 
@@ -323,7 +333,7 @@ def _render_section(name: str, section: BaseModel, *, with_comments: bool) -> li
         if with_comments:
             lines.append(f"# {field.description}")
         value = getattr(section, key)
-        # JSON's strings are TOML's basic strings.
-        text = json.dumps(value) if isinstance(value, str) else str(value)
+        # JSON's strings and booleans are TOML's.
+        text = json.dumps(value) if isinstance(value, str | bool) else str(value)
         lines.append(f"{key} = {text}")
     return [*lines, ""]

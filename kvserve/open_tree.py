@@ -28,8 +28,9 @@ from kvserve.store.usage_files import UsageFiles
 
 log = logging.getLogger(__name__)
 
-# What the process needs beside chunk files: sockets, the loop's own, libraries.
-_OTHER_FILES = 512
+# What the process needs beside chunk files: sockets, data connections and the memory that clients
+# share over them, the loop's own, libraries.
+_OTHER_FILES = 1536
 
 _REMEMBERED_MAX = 1 << 16
 """Evicted chunks whose misses can say so."""

@@ -251,8 +251,8 @@ class Transfers:
             frames_in_flight=self._limits.frames_in_flight,
         )
         try:
-            async for header, payload in plane.frames():
-                await pump.feed(header, payload)
+            async for frame in plane.frames():
+                await pump.feed(*frame)
             await pump.finish(may_publish=plane.is_finished)
         finally:
             await pump.close()

@@ -25,7 +25,8 @@ def pytest_asyncio_loop_factories(config: object, item: object) -> dict[str, Cal
 def no_blocking_calls() -> Iterator[None]:
     """A file call by kvserve or kvclient on the event loop fails the test.
 
-    The one exception is the read that the kernel promises not to wait for (RWF_NOWAIT).
+    Exceptions: the read that the kernel promises not to wait for (RWF_NOWAIT), and a memory file's
+    size.
     """
     with blockbuster_ctx(["kvserve", "kvclient"]) as guard:
         for name in _FILE_CALLS:
@@ -33,7 +34,10 @@ def no_blocking_calls() -> Iterator[None]:
                 os,
                 name,
                 scanned_modules=["kvserve", "kvclient"],
-                can_block_functions=[("kvserve/fs/posix.py", {"read_cached"})],
+                can_block_functions=[
+                    ("kvserve/fs/posix.py", {"read_cached"}),
+                    ("kvclient/shared_region.py", {"__init__"}),
+                ],
             )
             guard.functions[f"os.{name}"] = function
             function.activate()

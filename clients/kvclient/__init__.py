@@ -14,6 +14,7 @@ from kvclient.fetch_session import LayerEvent
 from kvclient.handle import HandleState
 from kvclient.placement import LayerMajor, Paged, Placement
 from kvclient.region import Region
+from kvclient.shared_region import SharedRegion
 from kvclient.store import StoreHandle, StoreResult
 from kvserve.errors import (
     DeadlineExceeded,
@@ -71,6 +72,7 @@ __all__ = [
     "ServerInfo",
     "ServerUnavailable",
     "Shard",
+    "SharedRegion",
     "StorageFull",
     "StorageUnavailable",
     "StoreHandle",

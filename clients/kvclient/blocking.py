@@ -16,6 +16,7 @@ from kvclient.client import AsyncClient, Presence, ServerInfo
 from kvclient.fetch import FetchHandle, FetchResult
 from kvclient.fetch_session import LayerEvent
 from kvclient.handle import HandleState
+from kvclient.planes.choice import AUTO
 from kvclient.region import Region
 from kvclient.store import StoreHandle, StoreResult
 from kvserve.errors import HandleClosed, KvserveError
@@ -166,10 +167,15 @@ class Client:
     """A blocking client of the server at `address`; see `AsyncClient` for what each call does."""
 
     def __init__(
-        self, address: str, *, timeout_s: float = 60.0, connect_timeout_s: float = 2.0
+        self,
+        address: str,
+        *,
+        timeout_s: float = 60.0,
+        connect_timeout_s: float = 2.0,
+        plane: str = AUTO,
     ) -> None:
         self._client = AsyncClient(
-            address, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s
+            address, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, plane=plane
         )
 
     def __repr__(self) -> str:

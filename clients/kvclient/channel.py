@@ -11,6 +11,7 @@ from collections import Counter
 import grpc
 
 from kvclient import fork_support
+from kvclient.planes.choice import AUTO, PlaneChoice
 from kvserve.errors import InvalidRequest, ServerUnavailable
 from kvserve.format.messages import SERVICE
 from kvserve.frame_memory import keep_frame_memory
@@ -83,7 +84,7 @@ class Rpcs:
 class Channel:
     """The connection to one server."""
 
-    def __init__(self, address: str, connect_timeout_s: float) -> None:
+    def __init__(self, address: str, connect_timeout_s: float, plane: str = AUTO) -> None:
         if address.startswith("unix:"):
             is_valid = len(address) > len("unix:")
         else:
@@ -94,6 +95,7 @@ class Channel:
         if not is_valid:
             raise InvalidRequest(f"address {address!r} must be HOST:PORT, [V6]:PORT or unix:PATH")
         self.address = address
+        self.planes = PlaneChoice(plane, address)
         self._connect_timeout_s = connect_timeout_s
         self.requests: Counter[str] = Counter()
         self._owner: tuple[int, asyncio.AbstractEventLoop] | None = None
@@ -117,6 +119,7 @@ class Channel:
         owner = (os.getpid(), asyncio.get_running_loop())
         if self._channel is None or self._rpcs is None or self._owner != owner:
             keep_frame_memory()
+            self.planes.connections.close()
             self._owner = owner
             self._channel = grpc.aio.insecure_channel(self.address, options=OPTIONS)
             self._rpcs = Rpcs(self._channel)
@@ -138,6 +141,7 @@ class Channel:
 
     async def close(self) -> None:
         """Ends open rpcs; a later call opens a new connection."""
+        self.planes.connections.close()
         channel, owner = self._channel, self._owner
         # Every reference goes: the last one ends gRPC's threads (see fork_support).
         self._channel = self._rpcs = self._owner = None

@@ -15,6 +15,7 @@ from kvclient.channel import Channel, Rpcs
 from kvclient.fetch import FetchHandle
 from kvclient.handle import Handle, HandleState
 from kvclient.placement import as_placement
+from kvclient.planes.choice import AUTO
 from kvclient.region import Region
 from kvclient.status import translated
 from kvclient.store import StoreHandle
@@ -38,6 +39,13 @@ class ServerInfo:
     frame_size_bytes_max: int
     transfers_max: int
     lease_ttl_s_max: float
+    data_address: str
+
+    @property
+    def planes(self) -> tuple[str, ...]:
+        """The planes that the server has."""
+        prefix = "plane."
+        return tuple(it.removeprefix(prefix) for it in self.capabilities if it.startswith(prefix))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +73,19 @@ class AsyncClient:
 
     Reconnects by itself after a server restart. `timeout_s` is the default deadline of every call,
     connecting and queueing included; one that finds no server gives up after `connect_timeout_s`.
+    `plane` pins how payload moves: "grpc", "tcp" or "shm" (fetches into a `SharedRegion`); "auto"
+    takes the best that both sides have.
     """
 
     def __init__(
-        self, address: str, *, timeout_s: float = 60.0, connect_timeout_s: float = 2.0
+        self,
+        address: str,
+        *,
+        timeout_s: float = 60.0,
+        connect_timeout_s: float = 2.0,
+        plane: str = AUTO,
     ) -> None:
-        self._channel = Channel(address, connect_timeout_s)
+        self._channel = Channel(address, connect_timeout_s, plane)
         self.timeout_s = timeout_s
         self._handles: WeakSet[Handle] = WeakSet()
         fork_support.watch(self)
@@ -136,6 +151,7 @@ class AsyncClient:
             frame_size_bytes_max=reply.limits.frame_size_bytes_max,
             transfers_max=reply.limits.transfers_max,
             lease_ttl_s_max=reply.limits.lease_ttl_s_max,
+            data_address=reply.data_address,
         )
 
     async def lookup(

@@ -3,13 +3,16 @@
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from kvclient.channel import Channel
+from kvclient.channel import Channel, Rpcs
 from kvclient.fetch_session import FetchSession, LayerEvent
 from kvclient.handle import Handle
 from kvclient.placement import Placement
+from kvclient.planes.base import FetchPlane, Unreachable
+from kvclient.planes.grpc import GrpcFetchPlane, other_reply
+from kvclient.planes.shm import ShmFetchPlane, spans_of
+from kvclient.planes.tcp import TcpFetchPlane
 from kvserve.errors import InvalidRequest, ServerFault
-from kvserve.format.frames import decode_frame
-from kvserve.format.messages import chunk_status, descriptor_to_pb, parse, verdicts_from_pb
+from kvserve.format.messages import descriptor_to_pb, parse
 from kvserve.model import (
     ChunkStatus,
     Descriptor,
@@ -67,6 +70,7 @@ class FetchHandle(Handle):
         self._layers = tuple(layers) or descriptor.layer_order
         self._session = FetchSession(descriptor, self._layers, placement)
         self._events: dict[int, LayerEvent] = {}
+        self._spans: Sequence[tuple[int, int]] = ()
 
     async def wait(self) -> FetchResult:
         """The result at the end. Cancelling the wait does not cancel the transfer.
@@ -97,39 +101,56 @@ class FetchHandle(Handle):
             yield await self.layer(layer_index)
 
     async def _transfer(self) -> None:
-        request = pb.FetchRequest(
-            descriptor=descriptor_to_pb(self._descriptor), layers=self._layers
-        )
-        rpcs = await self._channel.connected("Fetch")
-        call = rpcs.fetch(request, timeout=self._time_left_s())
-        try:
-            # Not `async for`: `read` saves a generator step for every frame.
-            while isinstance(message := await call.read(), bytes):  # else EOF
-                frame = decode_frame(message)
-                if frame is not None:
-                    events = self._session.frame(*frame)
-                else:
-                    events = self._other(parse(pb.FetchReply, message))
-                if events:
-                    self._events.update({event.layer_index: event for event in events})
-                    self._pulse()
-        finally:
-            call.cancel()
+        choice = self._channel.planes
+        planes = choice.for_fetch(self._placement.region)
+        if "shm" in planes:
+            try:
+                self._spans = spans_of(self._placement, self._descriptor, self._layers)
+            except InvalidRequest:
+                planes = [it for it in planes if it != "shm"]
+                if not planes:  # it is pinned
+                    raise
+        while True:  # each turn has one plane less
+            try:
+                await self._fetch(await self._channel.connected("Fetch"), planes)
+                break
+            except Unreachable as error:
+                planes = choice.without(planes, error)
+                self._session = FetchSession(self._descriptor, self._layers, self._placement)
         if not self._session.is_finished:
             raise ServerFault("the server ended the stream before the last layer")
 
-    def _other(self, reply: pb.FetchReply) -> list[LayerEvent]:
-        kind = reply.WhichOneof("message")
-        if kind == "head":
-            verdicts = verdicts_from_pb(
-                reply.head.chunk_statuses, reply.head.details, self._descriptor.chunk_count
-            )
-            return self._session.head(verdicts)
-        if kind == "miss":
-            miss = reply.miss
-            verdict = Verdict(chunk_status(miss.status), miss.message)
-            return self._session.miss(miss.chunk_index, verdict)
-        raise ServerFault(f"a fetch reply of unknown kind {kind}")
+    async def _fetch(self, rpcs: Rpcs, planes: Sequence[str]) -> None:
+        request = pb.FetchRequest(
+            descriptor=descriptor_to_pb(self._descriptor), layers=self._layers, planes=planes
+        )
+        call = rpcs.fetch(request, timeout=self._time_left_s())
+        try:
+            message = await call.read()
+            if not isinstance(message, bytes):  # EOF
+                return
+            reply = parse(pb.FetchReply, message)
+            if reply.WhichOneof("message") == "payload":
+                raise ServerFault("a payload frame came outside the layers that were asked for")
+            name = self._channel.planes.check(planes, reply.head.plane)
+            self._took(other_reply(reply, self._session))
+            plane = self._plane(name, reply.head)
+            await plane.receive(call, self._session, self._took)
+        finally:
+            call.cancel()
+
+    def _plane(self, name: str, head: pb.FetchHead) -> FetchPlane:
+        if not head.HasField("data"):
+            return GrpcFetchPlane()
+        connections = self._channel.planes.connections
+        if name == "tcp":
+            return TcpFetchPlane(connections, head.data)
+        return ShmFetchPlane(connections, head.data, self._placement.region, self._spans)
+
+    def _took(self, events: list[LayerEvent]) -> None:
+        if events:
+            self._events.update({event.layer_index: event for event in events})
+            self._pulse()
 
     def _result(self) -> FetchResult:
         verdicts = self._session.verdicts

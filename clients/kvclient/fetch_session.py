@@ -6,11 +6,11 @@ right. A layer is done when no hit is outstanding, so a chunk that turns into a 
 delays nobody. Frames that break this order are a defect of the server, not of the caller.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvclient.placement import Placement
-from kvserve.errors import ServerFault
+from kvserve.errors import InvalidRequest, ServerFault
 from kvserve.format.frames import FrameHeader
 from kvserve.format.verify import SliceVerifier
 from kvserve.model import ChunkStatus, Descriptor, Span, Verdict
@@ -22,6 +22,31 @@ class LayerEvent:
 
     layer_index: int
     missing: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A frame whose bytes are on their way: `span` of the slices of consecutive chunks."""
+
+    first_chunk: int
+    chunk_count: int
+    span: Span
+    views: list[memoryview]
+
+    def slices(self) -> Iterator[list[memoryview]]:
+        """The views of each slice; a view may hold many slices, and a slice may need many views."""
+        views = iter(self.views)
+        view, at = next(views), 0
+        for _ in range(self.chunk_count):
+            parts: list[memoryview] = []
+            left = self.span.size_bytes
+            while left:
+                if at == len(view):
+                    view, at = next(views), 0
+                parts.append(view[at : at + left])
+                at += len(parts[-1])
+                left -= len(parts[-1])
+            yield parts
 
 
 class FetchSession:
@@ -41,8 +66,13 @@ class FetchSession:
         # In one layer slices come in chunk order, each from its first byte to its last.
         self._chunk_at = 0
         self._offset_at = 0
+        self._placed: _Placed | None = None
         self.verdicts: list[Verdict] = []
         self.landed_bytes = 0
+
+    @property
+    def chunk_count(self) -> int:
+        return self._descriptor.chunk_count
 
     @property
     def is_finished(self) -> bool:
@@ -71,71 +101,80 @@ class FetchSession:
         return self._completed()
 
     def frame(self, header: FrameHeader, payload: memoryview) -> list[LayerEvent]:
-        """Checks and lands one frame."""
+        """Copies one frame to its place and checks it there."""
+        at = 0
+        for view in self.place(
+            header.layer_index, header.first_chunk, header.slice_offset, len(payload)
+        ):
+            view[:] = payload[at : at + len(view)]
+            at += len(view)
+        return self.landed(header.checksums)
+
+    def place(
+        self, layer_index: int, first_chunk: int, slice_offset: int, size_bytes: int
+    ) -> list[memoryview]:
+        """Where the next frame belongs, in byte order; say `landed` once its bytes are there."""
         if not self.verdicts or self._done == len(self._layers):
             raise ServerFault("a payload frame came outside the layers that were asked for")
-        layer_index = self._layers[self._done]
-        if header.layer_index != layer_index:
-            raise ServerFault(f"layer {header.layer_index} came, layer {layer_index} was next")
-        size = self._descriptor.layout.slice_sizes[layer_index]
-        chunk_index, offset = header.first_chunk, header.slice_offset
-        continues = offset == self._offset_at and (not offset or chunk_index == self._chunk_at)
-        if not continues or chunk_index < self._chunk_at:
+        if layer_index != self._layers[self._done]:
             raise ServerFault(
-                f"layer {layer_index}: chunk {chunk_index} at byte {offset} came, chunk "
+                f"layer {layer_index} came, layer {self._layers[self._done]} was next"
+            )
+        size = self._descriptor.layout.slice_sizes[layer_index]
+        continues = slice_offset == self._offset_at and (
+            not slice_offset or first_chunk == self._chunk_at
+        )
+        if not continues or first_chunk < self._chunk_at:
+            raise ServerFault(
+                f"layer {layer_index}: chunk {first_chunk} at byte {slice_offset} came, chunk "
                 f"{self._chunk_at} at byte {self._offset_at} was next"
             )
-        if offset + len(payload) > size and (offset or len(payload) % size):
+        is_piece = slice_offset > 0 or size_bytes < size
+        if (slice_offset + size_bytes > size) if is_piece else size_bytes % size:
             raise ServerFault(
-                f"layer {layer_index}: {len(payload)} bytes at byte {offset} are neither a piece "
-                f"of a slice of {size} bytes nor whole slices"
+                f"layer {layer_index}: {size_bytes} bytes at byte {slice_offset} are neither a "
+                f"piece of a slice of {size} bytes nor whole slices"
             )
-        bad = self._verify(header, payload, size)
-        self._land(layer_index, chunk_index, offset, size, payload)
-        for index, verdict in bad.items():
-            self.verdicts[index] = verdict
-            self._hits.discard(index)
-        return self._completed()
-
-    def _verify(self, header: FrameHeader, payload: memoryview, size: int) -> dict[int, Verdict]:
-        """Advances the position over the frame; the chunks whose slice ended with a wrong sum."""
-        chunk_index, offset = header.first_chunk, header.slice_offset
-        bad: dict[int, Verdict] = {}
-        at = ended = 0
-        while at < len(payload):
-            part = payload[at : at + size - offset]
-            ends = offset + len(part) == size
+        count = 1 if is_piece else size_bytes // size
+        for chunk_index in range(first_chunk, first_chunk + count):
             if chunk_index not in self._outstanding:
                 raise ServerFault(f"chunk {chunk_index} came twice, as a miss, or is not asked for")
-            expected = int.from_bytes(header.checksums[8 * ended : 8 * ended + 8], "little")
-            is_good = self._verifier.check(
-                part, slice_offset=offset, ends_slice=ends, expected=expected
+        span = Span(slice_offset, slice_offset + size_bytes) if is_piece else Span(0, size)
+        views = self._placement.views(layer_index, first_chunk, count, span)
+        if (given := sum(map(len, views))) != size_bytes:
+            raise InvalidRequest(
+                f"layer {layer_index}: the placement gives {given} bytes for {size_bytes} bytes of "
+                f"{count} slices from chunk {first_chunk} on"
             )
-            at += len(part)
-            offset += len(part)
+        self._placed = _Placed(first_chunk, count, span, views)
+        return views
+
+    def landed(self, checksums: bytes) -> list[LayerEvent]:
+        """Checks the frame that was placed last, in the region; `checksums` as in its header."""
+        placed, self._placed = self._placed, None
+        assert placed is not None, "no frame was placed"
+        layer_index, span = self._layers[self._done], placed.span
+        ends = span.stop == self._descriptor.layout.slice_sizes[layer_index]
+        for number, parts in enumerate(placed.slices()):
+            chunk_index = placed.first_chunk + number
+            is_good = self._verifier.check(
+                *parts,
+                slice_offset=span.start,
+                ends_slice=ends,
+                expected=int.from_bytes(checksums[8 * number : 8 * number + 8], "little"),
+            )
+            self.landed_bytes += span.size_bytes
             if ends:
                 self._outstanding.discard(chunk_index)
                 if not is_good:
-                    text = f"layer {header.layer_index} does not match its checksum on arrival"
-                    bad[chunk_index] = Verdict(ChunkStatus.MISS_CORRUPT, text)
-                ended += 1
-                chunk_index += 1
-                offset = 0
-        self._chunk_at, self._offset_at = chunk_index, offset
-        return bad
-
-    def _land(
-        self, layer_index: int, chunk_index: int, offset: int, size: int, payload: memoryview
-    ) -> None:
-        if offset or len(payload) < size:
-            span, count = Span(offset, offset + len(payload)), 1
+                    text = f"layer {layer_index} does not match its checksum on arrival"
+                    self.verdicts[chunk_index] = Verdict(ChunkStatus.MISS_CORRUPT, text)
+                    self._hits.discard(chunk_index)
+        if ends:
+            self._chunk_at, self._offset_at = placed.first_chunk + placed.chunk_count, 0
         else:
-            span, count = Span(0, size), len(payload) // size
-        at = 0
-        for view in self._placement.views(layer_index, chunk_index, count, span):
-            view[:] = payload[at : at + len(view)]
-            at += len(view)
-        self.landed_bytes += len(payload)
+            self._chunk_at, self._offset_at = placed.first_chunk, span.stop
+        return self._completed()
 
     def _completed(self) -> list[LayerEvent]:
         events: list[LayerEvent] = []

@@ -1,24 +1,35 @@
 """Store handles: layers leave the caller's region as prefill computes them."""
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
 import xxhash
 
-from kvclient.channel import Channel
+from kvclient.channel import Channel, Rpcs
 from kvclient.handle import Handle, HandleState
 from kvclient.placement import Placement
+from kvclient.planes.base import StoreCall, StorePlane, Unreachable
+from kvclient.planes.grpc import GrpcStorePlane
+from kvclient.planes.tcp import TcpStorePlane
 from kvclient.status import is_cancelled
-from kvserve.errors import HandleClosed, InvalidRequest, ServerFault
+from kvserve.errors import HandleClosed, InvalidRequest, ServerFault, ServerUnavailable
 from kvserve.format.chunk_file import checksum
-from kvserve.format.frames import FrameHeader, encode_prefix
+from kvserve.format.frames import FrameHeader
 from kvserve.format.messages import descriptor_to_pb, parse, verdicts_from_pb
 from kvserve.format.plan import FramePlan, plan_layer
 from kvserve.model import ChunkStatus, Descriptor, Span, Verdict
 from kvserve.v1 import kvserve_pb2 as pb
 
 _FRAME_SIZE_BYTES = 1 << 20
+# What a plane raises when the other side has ended the store.
+_ENDED = (
+    ServerUnavailable,
+    grpc.aio.AioRpcError,
+    grpc.aio.InternalError,
+    asyncio.InvalidStateError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +61,7 @@ class StoreHandle(Handle):
         self._needs: list[int] | None = None
         self._frame_size_bytes = _FRAME_SIZE_BYTES
         self._verdicts: list[Verdict] = []
-        self._call: grpc.aio.StreamStreamCall[bytes, bytes] | None = None
+        self._plane: StorePlane | None = None
 
     async def needed(self) -> list[int]:
         """The chunk indexes that the server does not have; only their slices are ever read."""
@@ -73,7 +84,7 @@ class StoreHandle(Handle):
             for plan in plan_layer(
                 layer_index, size, needed, frame_size_bytes=self._frame_size_bytes
             ):
-                await self._send(self._message(plan, size))
+                await self._send_frame(plan, size)
 
     async def layer(self, layer_index: int) -> None:
         """Waits until the server has written a layer that was sent (it is not published yet)."""
@@ -93,37 +104,45 @@ class StoreHandle(Handle):
         async with self._turn:
             if self.state is HandleState.PROC:
                 await self.needed()
-                await self._send(None)
+                await self._sent_by(lambda plane: plane.finish())
         await self._raise_end()
         return StoreResult(list(self._verdicts))
 
     async def _transfer(self) -> None:
-        rpcs = await self._channel.connected("Store")
-        self._call = call = rpcs.store(timeout=self._time_left_s())
+        choice = self._channel.planes
+        planes = choice.for_store()
+        while True:  # each turn has one plane less
+            try:
+                await self._store(await self._channel.connected("Store"), planes)
+                break
+            except Unreachable as error:
+                planes = choice.without(planes, error)
+        if not self._verdicts:
+            raise ServerFault("the server ended the store without a result")
+
+    async def _store(self, rpcs: Rpcs, planes: Sequence[str]) -> None:
+        call = rpcs.store(timeout=self._time_left_s())
         try:
-            opening = pb.StoreOpen(descriptor=descriptor_to_pb(self._descriptor))
+            opening = pb.StoreOpen(descriptor=descriptor_to_pb(self._descriptor), planes=planes)
             await call.write(pb.StoreRequest(open=opening).SerializeToString())
             while isinstance(message := await call.read(), bytes):  # else EOF
-                self._take(parse(pb.StoreReply, message))
+                reply = parse(pb.StoreReply, message)
+                if reply.WhichOneof("message") == "needs":
+                    self._channel.planes.check(planes, reply.needs.plane)
+                    await self._take_needs(reply.needs, call)
+                else:
+                    self._take(reply)
                 self._pulse()
         finally:
             call.cancel()
-            self._call = None
-        if not self._verdicts:
-            raise ServerFault("the server ended the store without a result")
+            plane, self._plane = self._plane, None
+            if plane is not None:
+                plane.close(is_clean=bool(self._verdicts))
 
     def _take(self, reply: pb.StoreReply) -> None:
         kind = reply.WhichOneof("message")
         count = self._descriptor.chunk_count
-        if kind == "needs":
-            verdicts = verdicts_from_pb(reply.needs.chunk_statuses, (), count)
-            self._needs = [
-                index for index, found in enumerate(verdicts) if found.status is ChunkStatus.NEEDED
-            ]
-            if not reply.needs.frame_size_bytes_max:
-                raise ServerFault("the server takes no payload in a frame")
-            self._frame_size_bytes = min(_FRAME_SIZE_BYTES, reply.needs.frame_size_bytes_max)
-        elif kind == "layer_stored":
+        if kind == "layer_stored":
             self._stored.add(reply.layer_stored.layer_index)
         elif kind == "result":
             self._verdicts = verdicts_from_pb(
@@ -132,7 +151,23 @@ class StoreHandle(Handle):
         else:
             raise ServerFault(f"a store reply of unknown kind {kind}")
 
-    def _message(self, plan: FramePlan, size: int) -> bytes:
+    async def _take_needs(self, needs: pb.StoreNeeds, call: StoreCall) -> None:
+        verdicts = verdicts_from_pb(needs.chunk_statuses, (), self._descriptor.chunk_count)
+        if not needs.frame_size_bytes_max:
+            raise ServerFault("the server takes no payload in a frame")
+        if self._plane is not None:
+            raise ServerFault("the server said twice what it needs")
+        plane: StorePlane = GrpcStorePlane(call)
+        if needs.HasField("data"):
+            plane = TcpStorePlane(call, self._channel.planes.connections, needs.data)
+        await plane.open()
+        self._plane = plane
+        self._frame_size_bytes = min(_FRAME_SIZE_BYTES, needs.frame_size_bytes_max)
+        self._needs = [
+            index for index, found in enumerate(verdicts) if found.status is ChunkStatus.NEEDED
+        ]
+
+    async def _send_frame(self, plan: FramePlan, size: int) -> None:
         checksums = b""
         if plan.ends_slice:
             whole = Span(0, size)
@@ -144,29 +179,23 @@ class StoreHandle(Handle):
         views = self._placement.views(
             plan.layer_index, plan.first_chunk, plan.chunk_count, plan.span
         )
-        # The one copy that grpcio asks for: a message is one bytes object.
-        return b"".join([encode_prefix(header, plan.payload_size_bytes), *views])
+        if not await self._sent_by(lambda plane: plane.send(header, views)):
+            raise HandleClosed("the store has ended")
 
-    async def _send(self, message: bytes | None) -> None:
-        """Sends one message, or that there are no more."""
-        call = self._call  # the transfer drops it when it ends, also while this waits
-        if call is not None:
+    async def _sent_by(self, send: Callable[[StorePlane], Awaitable[None]]) -> bool:
+        """Whether the plane sent it; if the store has ended without an error, False."""
+        plane = self._plane  # the transfer drops it when it ends, also while this waits
+        if plane is not None:
             try:
-                if message is None:
-                    finish = pb.StoreRequest(finish=pb.StoreFinish())
-                    await call.write(finish.SerializeToString())
-                    await call.done_writing()
-                else:
-                    await call.write(message)
-                return
-            except (grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError):
+                await send(plane)
+                return True
+            except _ENDED:
                 pass  # the server has ended the call; its status, read by the transfer, says why
             except asyncio.CancelledError:
                 if is_cancelled():
                     raise
         await self._raise_end()
-        if message is not None:
-            raise HandleClosed("the store has ended")
+        return False
 
     def _check_layer(self, layer_index: int) -> None:
         count = self._descriptor.layout.layer_count

@@ -8,7 +8,7 @@ from collections import deque
 from contextlib import AsyncExitStack
 from time import perf_counter
 
-from kvclient import AsyncClient, FetchHandle, FetchResult
+from kvclient import AsyncClient, FetchHandle, FetchResult, Region
 from kvserve.bench.ceilings import Memcpy, PageCacheRead
 from kvserve.bench.grpc_ceiling import CeilingClient, GrpcRead, ceiling_server
 from kvserve.bench.probe import PAYLOAD_FACTOR, rise_max_bytes, server_growth
@@ -40,7 +40,13 @@ class FetchStream(Case):
     requests = 1
 
     def __init__(
-        self, client: AsyncClient, unit: WorkUnit, series: int, *, region: memoryview, pid: int
+        self,
+        client: AsyncClient,
+        unit: WorkUnit,
+        series: int,
+        *,
+        region: memoryview | Region,
+        pid: int,
     ) -> None:
         self._client = client
         self._descriptor = unit.descriptor(series)
@@ -70,7 +76,7 @@ class FetchByLayer(Case):
         unit: WorkUnit,
         series: int,
         *,
-        region: memoryview,
+        region: memoryview | Region,
         pid: int,
         depth: int,
     ) -> None:
@@ -121,11 +127,12 @@ async def bench_fetch(settings: Settings, step: Step) -> TransferReport:
         step("storing the chunks")
         await space.store_series([(unit, _SERIES), (large, _LARGE_SERIES)])
         step("server memory")
-        growth = await _growth(space, unit, _SERIES)
+        growth = await _growth(space, unit, _SERIES, settings.plane)
         step("server memory, large payload")
-        growth += await _growth(space, large, _LARGE_SERIES)
+        growth += await _growth(space, large, _LARGE_SERIES, settings.plane)
         server = stack.enter_context(space.server())
-        client = await stack.enter_async_context(AsyncClient(server.address))
+        client = AsyncClient(server.address, plane=settings.plane)
+        await stack.enter_async_context(client)
         bare = stack.enter_context(ceiling_server())
         bare_client = await stack.enter_async_context(CeilingClient(bare))
         region = touched(unit.size_bytes)
@@ -136,7 +143,7 @@ async def bench_fetch(settings: Settings, step: Step) -> TransferReport:
         ]
         for case in ours:
             step(f"checking the bytes: {case.label}")
-            await _check_bytes(case, unit, region)
+            await check_bytes(case, unit, region)
         files = ChunkLocations(str(space.chunks), unit.descriptor(_SERIES))
         page_cache = stack.enter_context(PageCacheRead(unit, region, files))
         cases = [*ours, GrpcRead(bare_client, unit), page_cache, Memcpy(unit, region)]
@@ -157,11 +164,14 @@ async def bench_fetch(settings: Settings, step: Step) -> TransferReport:
     )
 
 
-async def _growth(space: Workspace, unit: WorkUnit, series: int) -> list[ServerGrowth]:
+async def _growth(space: Workspace, unit: WorkUnit, series: int, plane: str) -> list[ServerGrowth]:
     """Of kvserve and of the bare stream; both connections are there before memory is read."""
     region = touched(unit.size_bytes)
     with space.server() as server, ceiling_server() as bare:
-        async with AsyncClient(server.address) as client, CeilingClient(bare) as bare_client:
+        async with (
+            AsyncClient(server.address, plane=plane) as client,
+            CeilingClient(bare) as bare_client,
+        ):
             await client.lookup(unit.descriptor(series))
             await bare_client.echo(b"")
             ours = FetchStream(client, unit, series, region=region, pid=server.pid)
@@ -169,7 +179,7 @@ async def _growth(space: Workspace, unit: WorkUnit, series: int) -> list[ServerG
             return [await server_growth(case, unit.size_bytes) for case in (ours, ceiling)]
 
 
-async def _check_bytes(case: Case, unit: WorkUnit, region: memoryview) -> None:
+async def check_bytes(case: Case, unit: WorkUnit, region: memoryview) -> None:
     """Fetches into scrubbed memory and compares with the source."""
     region[:] = bytes(len(region))
     await run_once(case)

@@ -22,9 +22,13 @@ _GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class ProcessReport:
-    """One process over all repeats of a case: mean CPU time, greatest peak and growth."""
+    """One process over all repeats of a case: mean CPU time, greatest peak and growth.
+
+    `cpu_s_a_gib`: the same CPU time for a GiB of payload.
+    """
 
     cpu_s_mean: float
+    cpu_s_a_gib: float
     peak_bytes: int
     growth_bytes: int
 
@@ -67,7 +71,7 @@ class ServerGrowth:
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """`kvserve bench fetch` and `kvserve bench store`."""
+    """`kvserve bench fetch`, `store` and `planes`."""
 
     benchmark: str
     unit: WorkUnit
@@ -119,15 +123,17 @@ def _summarise_case(
         gb_per_s_best=max(speeds),
         gb_per_s=speeds,
         first_layer_ms_median=1e3 * median(s.timing.first_layer_s for s in samples),
-        client=_summarise_process([sample.client for sample in samples]),
-        server=_summarise_process(on_server) if on_server else None,
+        client=_summarise_process([sample.client for sample in samples], size_bytes),
+        server=_summarise_process(on_server, size_bytes) if on_server else None,
         ratios=ratios,
     )
 
 
-def _summarise_process(usages: Sequence[Usage]) -> ProcessReport:
+def _summarise_process(usages: Sequence[Usage], size_bytes: int) -> ProcessReport:
+    cpu_s = fmean(usage.cpu_s for usage in usages)
     return ProcessReport(
-        cpu_s_mean=fmean(usage.cpu_s for usage in usages),
+        cpu_s_mean=cpu_s,
+        cpu_s_a_gib=cpu_s * (1 << 30) / size_bytes,
         peak_bytes=max(usage.peak_bytes for usage in usages),
         growth_bytes=max(usage.growth_bytes for usage in usages),
     )

@@ -90,12 +90,14 @@ async def bench_store(settings: Settings, step: Step) -> TransferReport:
         space = stack.enter_context(Workspace(settings.root))
         facts = machine(space.directory)
         step("server memory")
-        growth = await _growth(space, unit)
+        growth = await _growth(space, unit, settings.plane)
         step("server memory, large payload")
-        growth += await _growth(space, unit.with_chunks(PAYLOAD_FACTOR * unit.chunk_count))
+        large = unit.with_chunks(PAYLOAD_FACTOR * unit.chunk_count)
+        growth += await _growth(space, large, settings.plane)
         space.make_fan_dirs(unit)
         server = stack.enter_context(space.server())
-        client = await stack.enter_async_context(AsyncClient(server.address))
+        client = AsyncClient(server.address, plane=settings.plane)
+        await stack.enter_async_context(client)
         bare = stack.enter_context(ceiling_server())
         bare_client = await stack.enter_async_context(CeilingClient(bare))
         source = touched(unit.size_bytes)
@@ -127,11 +129,14 @@ async def bench_store(settings: Settings, step: Step) -> TransferReport:
     )
 
 
-async def _growth(space: Workspace, unit: WorkUnit) -> list[ServerGrowth]:
+async def _growth(space: Workspace, unit: WorkUnit, plane: str) -> list[ServerGrowth]:
     """Of kvserve and of the bare stream; both connections are there before memory is read."""
     source = touched(unit.size_bytes)
     with space.server() as server, ceiling_server() as bare:
-        async with AsyncClient(server.address) as client, CeilingClient(bare) as bare_client:
+        async with (
+            AsyncClient(server.address, plane=plane) as client,
+            CeilingClient(bare) as bare_client,
+        ):
             await client.lookup(unit.descriptor(_BYTES_SERIES))
             await bare_client.echo(b"")
             ours = StoreStream(client, unit, source=source, pid=server.pid, root=space.chunks)

@@ -95,9 +95,9 @@ def _speed_table(cases: Sequence[CaseReport]) -> Table:
 
 
 def _usage_table(cases: Sequence[CaseReport]) -> Table:
-    table = _table(
-        "", "client\nCPU s", "peak\nMiB", "growth\nMiB", "server\nCPU s", "peak\nMiB", "growth\nMiB"
-    )
+    titles = ("CPU\ns a GiB", "peak\nMiB", "growth\nMiB")
+    client, server = (f"client {titles[0]}", *titles[1:]), (f"server {titles[0]}", *titles[1:])
+    table = _table("", *client, *server)
     for case in cases:
         client, server = _usage(case.client), _usage(case.server)
         table.add_row(case.label, *client, *server, style=_style(case))
@@ -108,7 +108,7 @@ def _usage(process: ProcessReport | None) -> tuple[str, str, str]:
     if process is None:
         return "", "", ""
     peak, growth = process.peak_bytes / (1 << 20), process.growth_bytes / (1 << 20)
-    return f"{process.cpu_s_mean:.3f}", f"{peak:.0f}", f"{growth:.1f}"
+    return f"{process.cpu_s_a_gib:.3f}", f"{peak:.0f}", f"{growth:.1f}"
 
 
 def _table(first: str, *titles: str) -> Table:

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from kvclient import AsyncClient
+from kvclient.planes.choice import AUTO
 from kvserve.bench.unit import WorkUnit
 from kvserve.errors import ServerFault
 from kvserve.store.paths import fan_dirs, shard_dir
@@ -17,11 +18,15 @@ from kvserve.testing.server_process import ServerProcess
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a benchmark is asked to do. `root`: a directory on the file system to measure."""
+    """What a benchmark is asked to do. `root`: a directory on the file system to measure.
+
+    `plane`: what kvserve's rows move payload over, as `AsyncClient` takes it.
+    """
 
     unit: WorkUnit
     repeats: int
     root: Path | None = None
+    plane: str = AUTO
 
 
 class Workspace:

@@ -13,12 +13,16 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
+from kvclient.planes.base import PLANES
+from kvclient.planes.choice import AUTO
 from kvserve.bench.fetch import bench_fetch
 from kvserve.bench.fetch import steps as fetch_steps
 from kvserve.bench.lookup import LookupReport, LookupSettings, bench_lookup
 from kvserve.bench.lookup import steps as lookup_steps
 from kvserve.bench.metadata import MetadataReport, MetadataSettings, bench_metadata
 from kvserve.bench.metadata import steps as metadata_steps
+from kvserve.bench.planes import bench_planes
+from kvserve.bench.planes import steps as planes_steps
 from kvserve.bench.plot import Chart, lookup_chart, metadata_chart, render_svg, transfer_chart
 from kvserve.bench.report import TransferReport
 from kvserve.bench.rounds import Step
@@ -44,6 +48,7 @@ _Root = Annotated[
     Path | None,
     typer.Option(help="Directory on the file system to measure; default: the temp directory."),
 ]
+_Plane = Annotated[str, typer.Option(help="How payload moves: auto, tcp or grpc.")]
 _Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 _Output = Annotated[Path | None, typer.Option(help="Write the JSON to this file.")]
 _Plot = Annotated[Path | None, typer.Option(help="Write a bar chart to this SVG file.")]
@@ -66,13 +71,16 @@ def fetch(
     slice_bytes: _SliceBytes = _UNIT.slice_size_bytes,
     repeats: _Repeats = _REPEATS,
     root: _Root = None,
+    plane: _Plane = AUTO,
     as_json: _Json = False,
     output: _Output = None,
     plot: _Plot = None,
     check: _Check = False,
 ) -> None:
     """Fetch one prefix: beside a bare grpcio stream, page cache and memcpy."""
-    settings = Settings(WorkUnit(chunks, layers, slice_bytes), repeats, _checked(root))
+    settings = Settings(
+        WorkUnit(chunks, layers, slice_bytes), repeats, _checked(root), _known(plane)
+    )
     ending = _Ending(as_json, output, plot, check)
     ending.finish(_run("fetch", fetch_steps(settings), lambda step: bench_fetch(settings, step)))
 
@@ -84,15 +92,36 @@ def store(
     slice_bytes: _SliceBytes = _UNIT.slice_size_bytes,
     repeats: _Repeats = _REPEATS,
     root: _Root = None,
+    plane: _Plane = AUTO,
     as_json: _Json = False,
     output: _Output = None,
     plot: _Plot = None,
     check: _Check = False,
 ) -> None:
     """Store one prefix: beside a bare grpcio stream, page cache and memcpy."""
-    settings = Settings(WorkUnit(chunks, layers, slice_bytes), repeats, _checked(root))
+    settings = Settings(
+        WorkUnit(chunks, layers, slice_bytes), repeats, _checked(root), _known(plane)
+    )
     ending = _Ending(as_json, output, plot, check)
     ending.finish(_run("store", store_steps(settings), lambda step: bench_store(settings, step)))
+
+
+@bench.command()
+def planes(
+    chunks: _Chunks = _UNIT.chunk_count,
+    layers: _Layers = _UNIT.layer_count,
+    slice_bytes: _SliceBytes = _UNIT.slice_size_bytes,
+    repeats: _Repeats = _REPEATS,
+    root: _Root = None,
+    as_json: _Json = False,
+    output: _Output = None,
+    plot: _Plot = None,
+    check: _Check = False,
+) -> None:
+    """Fetch one prefix over each plane: beside a bare loop of reads and sends over TCP."""
+    settings = Settings(WorkUnit(chunks, layers, slice_bytes), repeats, _checked(root))
+    ending = _Ending(as_json, output, plot, check)
+    ending.finish(_run("planes", planes_steps(settings), lambda step: bench_planes(settings, step)))
 
 
 @bench.command()
@@ -204,6 +233,12 @@ def _checked(root: Path | None) -> Path | None:
     if root is not None and not root.is_dir():
         raise InvalidRequest(f"--root {root} is no directory")
     return root
+
+
+def _known(plane: str) -> str:
+    if plane not in (AUTO, *PLANES):
+        raise InvalidRequest(f"--plane {plane} must be {AUTO}, {' or '.join(PLANES)}")
+    return plane
 
 
 def _chart(report: _Report) -> Chart:

@@ -137,7 +137,8 @@ def stat(
 ) -> None:
     """What a server is and what it accepts."""
     with Client(server, timeout_s=timeout_s) as client:
-        info = asdict(client.server_info())
+        answer = client.server_info()
+    info = {**asdict(answer), "planes": answer.planes}
     if as_json:
         typer.echo(json.dumps(info))
         return

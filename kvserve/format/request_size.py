@@ -6,13 +6,40 @@ a reason to be large, so the rest is measured first, by walking over the fields'
 """
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeVar
 
-from kvserve.errors import MalformedMessage
+from google.protobuf.message import Message
+
+from kvserve.errors import InvalidRequest, MalformedMessage
 from kvserve.format.frames import read_varint
+from kvserve.format.messages import parse
+from kvserve.v1 import kvserve_pb2 as pb
+
+M = TypeVar("M", bound=Message)
 
 BESIDE_HASHES_BYTES_MAX: Final = 128 << 10
 """4,096 different layers, their order and the names are some 100 KiB."""
+_HASHES_PATHS: Final = {
+    pb.LookupRequest: (1, 5),
+    pb.DeleteRequest: (1, 5),
+    pb.PinRequest: (1, 5),
+    pb.FetchRequest: (1, 5),
+    pb.StoreRequest: (1, 1, 5),
+}
+"""Field numbers that lead to the chunk hashes."""
+
+
+def parse_bounded(kind: type[M], raw: bytes) -> M:
+    """Raises `MalformedMessage`, or `InvalidRequest` if too much of it is not chunk hashes."""
+    at_most = BESIDE_HASHES_BYTES_MAX
+    if len(raw) > at_most:
+        path = _HASHES_PATHS.get(kind)
+        if path is None or size_beside(raw, path, at_most) > at_most:
+            raise InvalidRequest(
+                f"a {kind.__name__} has more than {at_most} bytes beside its chunk_hashes: too "
+                "many layout.layers, layer_order or layers, or fields unknown to this version"
+            )
+    return parse(kind, raw)
 
 
 def size_beside(message: bytes, field_path: Sequence[int], at_most: int) -> int:

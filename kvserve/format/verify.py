@@ -15,13 +15,13 @@ class SliceVerifier:
     def __init__(self) -> None:
         self._running: xxhash.xxh3_64 | None = None
 
-    def check(
-        self, payload: memoryview, *, slice_offset: int, ends_slice: bool, expected: int
-    ) -> bool:
-        """Takes one slice's bytes in this frame; False if it ends here with a wrong checksum."""
-        if slice_offset == 0 and ends_slice:
-            return checksum(payload) == expected
+    def check(self, *parts: memoryview, slice_offset: int, ends_slice: bool, expected: int) -> bool:
+        """Takes one slice's bytes in this frame, in order; False if it ends here with a wrong
+        checksum."""
+        if slice_offset == 0 and ends_slice and len(parts) == 1:
+            return checksum(parts[0]) == expected
         if slice_offset == 0 or self._running is None:
             self._running = xxhash.xxh3_64()
-        self._running.update(payload)
+        for part in parts:
+            self._running.update(part)
         return not ends_slice or self._running.intdigest() == expected

@@ -7,47 +7,22 @@ kept, by their exact bytes, with the paths that were made for them.
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 import xxhash
-from google.protobuf.message import Message
 
-from kvserve.errors import InvalidRequest, Overloaded
-from kvserve.format.messages import descriptor_from_pb, parse
-from kvserve.format.request_size import BESIDE_HASHES_BYTES_MAX, size_beside
+from kvserve.errors import Overloaded
+from kvserve.format.messages import descriptor_from_pb
 from kvserve.model import HASH_SIZE_BYTES_MIN
 from kvserve.service import Service
 from kvserve.store.locations import ChunkLocations
 from kvserve.transfer.long_steps import CHUNKS_IN_PLACE_MAX
 from kvserve.v1 import kvserve_pb2 as pb
 
-M = TypeVar("M", bound=Message)
-
 KEPT_CHUNKS_MAX: Final = 1 << 17
 """Of all kept descriptors; some 340 bytes each."""
 WAITING_BYTES_MAX: Final = 128 << 20
 """Of encoded descriptors that wait to be decoded."""
-_HASHES_PATHS: Final = {
-    pb.LookupRequest: (1, 5),
-    pb.DeleteRequest: (1, 5),
-    pb.PinRequest: (1, 5),
-    pb.FetchRequest: (1, 5),
-    pb.StoreRequest: (1, 1, 5),
-}
-"""Field numbers that lead to the chunk hashes."""
-
-
-def parse_bounded(kind: type[M], raw: bytes) -> M:
-    """Raises `MalformedMessage`, or `InvalidRequest` if too much of it is not chunk hashes."""
-    at_most = BESIDE_HASHES_BYTES_MAX
-    if len(raw) > at_most:
-        path = _HASHES_PATHS.get(kind)
-        if path is None or size_beside(raw, path, at_most) > at_most:
-            raise InvalidRequest(
-                f"a {kind.__name__} has more than {at_most} bytes beside its chunk_hashes: too "
-                "many layout.layers, layer_order or layers, or fields unknown to this version"
-            )
-    return parse(kind, raw)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_reflection.v1alpha import reflection
 
-from kvserve.config import Config
+from kvserve.config import Config, LimitsConfig, ServerConfig
 from kvserve.errors import InvalidRequest, StorageError, StorageUnavailable
 from kvserve.format.messages import SERVICE
 from kvserve.frame_memory import keep_frame_memory
@@ -27,11 +27,15 @@ from kvserve.rpc.health import Health
 from kvserve.rpc.servicer import Servicer
 from kvserve.service import Service
 from kvserve.storage_health import StorageHealth
+from kvserve.transfer.planes.data_port import DataPort, FrameBuffers
+from kvserve.transfer.planes.offered import Planes
 from kvserve.upkeep import Upkeep
 
 log = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 60.0
+# Frame memory of the tcp plane that is kept for the next transfer, at most.
+_FRAMES_KEPT_BYTES = 64 << 20
 
 
 def channel_options(message_size_bytes_max: int) -> list[tuple[str, int]]:
@@ -64,6 +68,7 @@ class Server:
         keep_frame_memory()
         self._threads = FsThreads(config.store.io_threads, timeout_s=config.store.io_timeout_s)
         self._server: grpc.aio.Server | None = None
+        self.data_port: DataPort | None = None
 
     async def start(self) -> None:
         """Checks the root, binds, answers.
@@ -73,7 +78,6 @@ class Server:
                 bound, or no answer in time; the message names path, uid and errno.
         """
         config = self._config
-        loop = asyncio.get_running_loop()
         tree = await self._open_tree()
         self._metrics = Metrics(tree)
         self._upkeep = Upkeep(
@@ -94,6 +98,8 @@ class Server:
             lease_ttl_s_max=config.capacity.lease_ttl_s_max,
             store_refused=self._upkeep.relieve_soon,
         )
+        self.data_port = _data_port(config.limits)
+        planes = Planes(self.data_port, frame_size_bytes_max=config.limits.frame_size_bytes)
         self._health = Health(storage, self._threads, tree.store.check_root_blocking)
         server = grpc.aio.server(options=channel_options(config.limits.message_size_bytes_max))
         server.add_generic_rpc_handlers(
@@ -102,6 +108,7 @@ class Server:
                     self.service,
                     config.limits,
                     tree.file_system,
+                    planes,
                     lease_ttl_s_max=config.capacity.lease_ttl_s_max,
                 ).handlers(),
             )
@@ -111,18 +118,13 @@ class Server:
             (SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server
         )
         try:
-            port = server.add_insecure_port(self.address)
-        except RuntimeError as error:
-            await loop.run_in_executor(self._threads, tree.owner.release_blocking)
-            raise InvalidRequest(f"cannot listen on {self.address}: {error}") from error
-        if config.server.metrics_listen:
-            try:
-                self.metrics_address = await loop.run_in_executor(
-                    self._threads, self._metrics.listen_blocking, config.server.metrics_listen
-                )
-            except InvalidRequest:
-                await loop.run_in_executor(self._threads, tree.owner.release_blocking)
-                raise
+            port = await self._listen(server)
+        except InvalidRequest:
+            await self._close_data_port()
+            await asyncio.get_running_loop().run_in_executor(
+                self._threads, tree.owner.release_blocking
+            )
+            raise
         if not self.address.startswith("unix:"):
             self.address = f"{self.address.rpartition(':')[0]}:{port}"
         await server.start()
@@ -130,6 +132,21 @@ class Server:
         self._upkeep.start()
         await self._health.start()
         log.debug("serving %s (%s) on %s", tree.store.root, tree.file_system, self.address)
+
+    async def _listen(self, server: grpc.aio.Server) -> int:
+        """Binds all that this server listens on; returns the port of the gRPC service."""
+        config = self._config
+        assert self.data_port is not None
+        await _open_data_port(self.data_port, config.server)
+        try:
+            port = server.add_insecure_port(self.address)
+        except RuntimeError as error:
+            raise InvalidRequest(f"cannot listen on {self.address}: {error}") from error
+        if config.server.metrics_listen:
+            self.metrics_address = await asyncio.get_running_loop().run_in_executor(
+                self._threads, self._metrics.listen_blocking, config.server.metrics_listen
+            )
+        return port
 
     async def _open_tree(self) -> OpenTree:
         config = self._config
@@ -159,6 +176,7 @@ class Server:
         log.info("draining for at most %.0f s", timeout_s)
         await server.stop(timeout_s)
         await self.service.ended()
+        await self._close_data_port()
         await self._upkeep.stop()
         await asyncio.get_running_loop().run_in_executor(None, self._metrics.close_blocking)
         loop = asyncio.get_running_loop()
@@ -169,6 +187,11 @@ class Server:
             log.warning("files are left to the end of the process: %s", error)
         await loop.run_in_executor(None, self._threads.shutdown)
         log.info("stopped")
+
+    async def _close_data_port(self) -> None:
+        port, self.data_port = self.data_port, None
+        if port is not None:
+            await port.stop()
 
 
 async def serve(config: Config, *, started: Callable[[Server], None]) -> None:
@@ -182,3 +205,21 @@ async def serve(config: Config, *, started: Callable[[Server], None]) -> None:
     started(server)
     await stopping.wait()
     await server.stop()
+
+
+def _data_port(limits: LimitsConfig) -> DataPort:
+    # Frames of two transfers that hold all they may; beyond that memory is made for the moment.
+    kept = min(2 * limits.frames_in_flight, max(1, _FRAMES_KEPT_BYTES // limits.frame_size_bytes))
+    buffers = FrameBuffers(limits.frame_size_bytes, kept)
+    return DataPort(buffers, connections_max=2 * limits.transfers_max)
+
+
+async def _open_data_port(port: DataPort, config: ServerConfig) -> None:
+    """Where the tcp and the shm plane listen, as far as they are on."""
+    listen, data_listen = config.listen, config.data_listen
+    if data_listen != "off" and (data_listen or not listen.startswith("unix:")):
+        host = (data_listen or listen).rpartition(":")[0].strip("[]")
+        number = int(data_listen.rpartition(":")[2]) if data_listen else 0
+        await port.start(host, number, tell_host=bool(data_listen))
+    if config.shared_memory:
+        port.start_unix()

@@ -13,22 +13,16 @@ import kvserve
 from kvserve.config import LimitsConfig
 from kvserve.errors import InvalidRequest
 from kvserve.format import chunk_file
-from kvserve.format.frames import FrameHeader, decode_frame
 from kvserve.format.messages import (
     SERVICE,
     verdicts_to_pb,
 )
-from kvserve.model import (
-    ChunkStatus,
-    Verdict,
-    check_lease_owner,
-    check_tenant,
-    leading_hits,
-)
-from kvserve.rpc.requests import DescriptorReader, parse_bounded
+from kvserve.format.request_size import parse_bounded
+from kvserve.model import check_lease_owner, check_tenant, leading_hits
+from kvserve.rpc.requests import DescriptorReader
 from kvserve.rpc.status import with_status
 from kvserve.service import Service
-from kvserve.transfer.planes.grpc import GrpcFetchPlane
+from kvserve.transfer.planes.offered import Planes
 from kvserve.v1 import kvserve_pb2 as pb
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -38,13 +32,20 @@ class Servicer:
     """One per server; `handlers` is what the gRPC server registers."""
 
     def __init__(
-        self, service: Service, limits: LimitsConfig, file_system: str, *, lease_ttl_s_max: float
+        self,
+        service: Service,
+        limits: LimitsConfig,
+        file_system: str,
+        planes: Planes,
+        *,
+        lease_ttl_s_max: float,
     ) -> None:
         self._lease_ttl_s_max = lease_ttl_s_max
         self._service = service
         self._limits = limits
         self._descriptors = DescriptorReader(service, limits.chunks_max)
         self._file_system = file_system
+        self._planes = planes
 
     def handlers(self) -> grpc.GenericRpcHandler:
         # Requests come as raw bytes: a message that cannot be decoded is then the caller's mistake,
@@ -69,7 +70,7 @@ class Servicer:
         limits = self._limits
         reply = pb.GetServerInfoReply(
             version=kvserve.__version__,
-            capabilities=["plane.grpc"],
+            capabilities=[f"plane.{name}" for name in self._planes.names],
             limits=pb.Limits(
                 chunks_max=limits.chunks_max,
                 message_size_bytes_max=limits.message_size_bytes_max,
@@ -79,6 +80,7 @@ class Servicer:
             ),
             file_system=self._file_system,
             chunk_file_version=chunk_file.VERSION,
+            data_address=self._planes.data_address,
         )
         return reply.SerializeToString()
 
@@ -128,7 +130,9 @@ class Servicer:
     async def fetch(self, raw: bytes, context: _Context) -> None:
         request = parse_bounded(pb.FetchRequest, raw)
         where = await self._descriptors.read(request.descriptor)
-        await self._service.fetch(where, tuple(request.layers), GrpcFetchPlane(context.write))
+        layers, wanted = tuple(request.layers), tuple(request.planes)
+        async with self._planes.fetch(wanted, where.descriptor, layers, context.write) as plane:
+            await self._service.fetch(where, layers, plane)
 
     async def store(self, requests: AsyncIterator[bytes], context: _Context) -> None:
         # `context.read` and not `requests`: a generator step less for every frame.
@@ -138,43 +142,8 @@ class Servicer:
         message = parse_bounded(pb.StoreRequest, first)
         if message.WhichOneof("message") != "open":
             raise InvalidRequest("the first message of a store must be `open`")
-        plane = _GrpcStorePlane(context, self._limits.frame_size_bytes)
         where = await self._descriptors.read(message.open.descriptor)
+        wanted = tuple(message.open.planes)
         del message, first  # megabytes, maybe, for as long as the store goes on
-        await self._service.store(where, plane)
-
-
-class _GrpcStorePlane:
-    """Implements `StorePlane` over one Store rpc."""
-
-    def __init__(self, context: _Context, frame_size_bytes_max: int) -> None:
-        self.is_finished = False
-        self._context = context
-        self._frame_size_bytes_max = frame_size_bytes_max
-
-    async def needs(self, statuses: list[ChunkStatus]) -> None:
-        needs = pb.StoreNeeds(
-            chunk_statuses=bytes(statuses),
-            frame_size_bytes_max=self._frame_size_bytes_max,
-        )
-        await self._context.write(pb.StoreReply(needs=needs).SerializeToString())
-
-    async def frames(self) -> AsyncIterator[tuple[FrameHeader, memoryview]]:
-        while isinstance(message := await self._context.read(), bytes):  # else the end
-            frame = decode_frame(message)
-            if frame is None:
-                kind = parse_bounded(pb.StoreRequest, message).WhichOneof("message")
-                if kind == "finish":
-                    self.is_finished = True
-                    return
-                raise InvalidRequest(f"a store takes payload frames after `open`, got {kind}")
-            yield frame
-
-    async def layer_stored(self, layer_index: int) -> None:
-        stored = pb.LayerStored(layer_index=layer_index)
-        await self._context.write(pb.StoreReply(layer_stored=stored).SerializeToString())
-
-    async def result(self, verdicts: list[Verdict]) -> None:
-        chunk_statuses, details = verdicts_to_pb(verdicts)
-        result = pb.StoreResult(chunk_statuses=chunk_statuses, details=details)
-        await self._context.write(pb.StoreReply(result=result).SerializeToString())
+        async with self._planes.store(wanted, context.read, context.write) as plane:
+            await self._service.store(where, plane)

@@ -30,8 +30,8 @@ from kvserve.transfer.store_session import SliceWrite, StoreSession
 
 log = logging.getLogger(__name__)
 
-_Frame = tuple[list[SliceWrite], int]
-"""The writes of a frame and its layer."""
+_Frame = tuple[list[SliceWrite], int, Callable[[], None]]
+"""The writes of a frame, its layer, and whom to tell when they are done."""
 
 _JOBS_MAX = 2
 _FRAMES_A_JOB = 8
@@ -46,6 +46,10 @@ def failure_verdict(error: KvserveError) -> Verdict:
     return Verdict(ChunkStatus.NO_SPACE if is_full else ChunkStatus.STORE_ERROR, str(error))
 
 
+def _keep() -> None:
+    """The frame's memory is not used again."""
+
+
 class _WriteJob:
     """Writes what is queued, a few frames, on an fs thread."""
 
@@ -58,8 +62,8 @@ class _WriteJob:
         self._frame: _Frame | None = None
         self._at = 0
 
-    def run_blocking(self, written: Callable[[int], object]) -> None:
-        """Calls `written` with the layer of each frame."""
+    def run_blocking(self, ended: Callable[[int, Callable[[], None]], object]) -> None:
+        """Calls `ended` with the layer of each frame and whom to tell."""
         # A few frames only: with many busy stores the threads must stay free for reads and lookups.
         for _ in range(_FRAMES_A_JOB):
             try:
@@ -68,7 +72,7 @@ class _WriteJob:
             except IndexError:
                 return
             assert self._frame is not None
-            writes, layer_index = self._frame
+            writes, layer_index, written = self._frame
             while True:
                 try:
                     self._write_blocking(writes[self._at])
@@ -80,17 +84,23 @@ class _WriteJob:
                     break
                 if not self._custody.begin(self._step):
                     return
-            written(layer_index)
+            ended(layer_index, written)
 
     def give_up(self) -> tuple[SliceWrite | None, _Frame | None]:
         """Call it once the job is overdue: the write that hangs, and the frame without it and what
-        came before it; None where there is none."""
+        came before it; None where there is none.
+
+        The thread that hangs reads the frame's memory whenever it comes back: nobody is told that
+        it may be used again.
+        """
         hangs = self._custody.give_up()
         if self._frame is None:
             return None, None
-        writes, layer_index = self._frame
+        writes, layer_index, written = self._frame
         rest = writes[self._at + 1 :]
-        return writes[self._at] if hangs else None, (rest, layer_index) if hangs or rest else None
+        if hangs:
+            return writes[self._at], (rest, layer_index, _keep)
+        return None, (rest, layer_index, written) if rest else None
 
     @property
     def has_begun(self) -> bool:
@@ -143,8 +153,15 @@ class StorePump:
         self.verdicts: dict[int, Verdict] = {}
         self._space = Room(writer, self.verdicts)
 
-    async def feed(self, header: FrameHeader, payload: memoryview) -> None:
+    async def feed(
+        self,
+        header: FrameHeader,
+        payload: memoryview,
+        written: Callable[[], None] = lambda: None,
+    ) -> None:
         """Takes one frame; waits while too many are not written yet.
+
+        `written` is called on the loop once nobody reads `payload` any more.
 
         Raises:
             InvalidRequest: the frame breaks a rule of the session.
@@ -156,7 +173,7 @@ class StorePump:
         self._unwritten_of[layer_index] = self._unwritten_of.get(layer_index, 0) + 1
         if completes:
             self._whole_layers.add(layer_index)
-        self._queue.append((writes, layer_index))
+        self._queue.append((writes, layer_index, written))
         if self._jobs < _JOBS_MAX:
             self._start_job()
         while self._unwritten >= self._frames_in_flight:
@@ -212,10 +229,10 @@ class StorePump:
         loop = asyncio.get_running_loop()
         job = _WriteJob(self._queue, self._write_blocking)
 
-        def written(layer_index: int) -> None:
-            loop.call_soon_threadsafe(self._frame_written, layer_index)
+        def ended(layer_index: int, written: Callable[[], None]) -> None:
+            loop.call_soon_threadsafe(self._frame_written, layer_index, written)
 
-        future = loop.run_in_executor(self._threads, job.run_blocking, written)
+        future = loop.run_in_executor(self._threads, job.run_blocking, ended)
         future.add_done_callback(partial(self._job_done, job))
 
     def _job_done(self, job: _WriteJob, future: "asyncio.Future[None]") -> None:
@@ -233,7 +250,8 @@ class StorePump:
             self._idle.set()
             self._room.set()
 
-    def _frame_written(self, layer_index: int) -> None:
+    def _frame_written(self, layer_index: int, written: Callable[[], None]) -> None:
+        written()
         self._unwritten -= 1
         self._room.set()
         self._unwritten_of[layer_index] -= 1
@@ -260,7 +278,7 @@ class StorePump:
             if rest[0]:
                 self._queue.appendleft(rest)
             else:
-                self._frame_written(rest[1])
+                self._frame_written(*rest[1:])
 
     def _write_blocking(self, write: SliceWrite) -> None:
         chances = _ROOM_MADE_MAX

@@ -134,18 +134,20 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoReply(_message.Message):
-    __slots__ = ("version", "capabilities", "limits", "file_system", "chunk_file_version")
+    __slots__ = ("version", "capabilities", "limits", "file_system", "chunk_file_version", "data_address")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     FILE_SYSTEM_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FILE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     version: str
     capabilities: _containers.RepeatedScalarFieldContainer[str]
     limits: Limits
     file_system: str
     chunk_file_version: int
-    def __init__(self, version: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., file_system: _Optional[str] = ..., chunk_file_version: _Optional[int] = ...) -> None: ...
+    data_address: str
+    def __init__(self, version: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., file_system: _Optional[str] = ..., chunk_file_version: _Optional[int] = ..., data_address: _Optional[str] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("chunks_max", "message_size_bytes_max", "frame_size_bytes_max", "transfers_max", "lease_ttl_s_max")
@@ -199,11 +201,21 @@ class PayloadFrame(_message.Message):
     payload: bytes
     def __init__(self, layer_index: _Optional[int] = ..., first_chunk: _Optional[int] = ..., slice_offset: _Optional[int] = ..., checksums: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
+class DataOffer(_message.Message):
+    __slots__ = ("address", "secret")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    secret: bytes
+    def __init__(self, address: _Optional[str] = ..., secret: _Optional[bytes] = ...) -> None: ...
+
 class StoreOpen(_message.Message):
-    __slots__ = ("descriptor",)
+    __slots__ = ("descriptor", "planes")
     DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
+    PLANES_FIELD_NUMBER: _ClassVar[int]
     descriptor: Descriptor
-    def __init__(self, descriptor: _Optional[_Union[Descriptor, _Mapping]] = ...) -> None: ...
+    planes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, descriptor: _Optional[_Union[Descriptor, _Mapping]] = ..., planes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StoreFinish(_message.Message):
     __slots__ = ()
@@ -220,12 +232,16 @@ class StoreRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[StoreOpen, _Mapping]] = ..., payload: _Optional[_Union[PayloadFrame, _Mapping]] = ..., finish: _Optional[_Union[StoreFinish, _Mapping]] = ...) -> None: ...
 
 class StoreNeeds(_message.Message):
-    __slots__ = ("chunk_statuses", "frame_size_bytes_max")
+    __slots__ = ("chunk_statuses", "frame_size_bytes_max", "plane", "data")
     CHUNK_STATUSES_FIELD_NUMBER: _ClassVar[int]
     FRAME_SIZE_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    PLANE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
     chunk_statuses: bytes
     frame_size_bytes_max: int
-    def __init__(self, chunk_statuses: _Optional[bytes] = ..., frame_size_bytes_max: _Optional[int] = ...) -> None: ...
+    plane: str
+    data: DataOffer
+    def __init__(self, chunk_statuses: _Optional[bytes] = ..., frame_size_bytes_max: _Optional[int] = ..., plane: _Optional[str] = ..., data: _Optional[_Union[DataOffer, _Mapping]] = ...) -> None: ...
 
 class LayerStored(_message.Message):
     __slots__ = ("layer_index",)
@@ -252,20 +268,26 @@ class StoreReply(_message.Message):
     def __init__(self, needs: _Optional[_Union[StoreNeeds, _Mapping]] = ..., layer_stored: _Optional[_Union[LayerStored, _Mapping]] = ..., result: _Optional[_Union[StoreResult, _Mapping]] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("descriptor", "layers")
+    __slots__ = ("descriptor", "layers", "planes")
     DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
+    PLANES_FIELD_NUMBER: _ClassVar[int]
     descriptor: Descriptor
     layers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, descriptor: _Optional[_Union[Descriptor, _Mapping]] = ..., layers: _Optional[_Iterable[int]] = ...) -> None: ...
+    planes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, descriptor: _Optional[_Union[Descriptor, _Mapping]] = ..., layers: _Optional[_Iterable[int]] = ..., planes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class FetchHead(_message.Message):
-    __slots__ = ("chunk_statuses", "details")
+    __slots__ = ("chunk_statuses", "details", "plane", "data")
     CHUNK_STATUSES_FIELD_NUMBER: _ClassVar[int]
     DETAILS_FIELD_NUMBER: _ClassVar[int]
+    PLANE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
     chunk_statuses: bytes
     details: _containers.RepeatedCompositeFieldContainer[ChunkDetail]
-    def __init__(self, chunk_statuses: _Optional[bytes] = ..., details: _Optional[_Iterable[_Union[ChunkDetail, _Mapping]]] = ...) -> None: ...
+    plane: str
+    data: DataOffer
+    def __init__(self, chunk_statuses: _Optional[bytes] = ..., details: _Optional[_Iterable[_Union[ChunkDetail, _Mapping]]] = ..., plane: _Optional[str] = ..., data: _Optional[_Union[DataOffer, _Mapping]] = ...) -> None: ...
 
 class ChunkMiss(_message.Message):
     __slots__ = ("chunk_index", "status", "message")

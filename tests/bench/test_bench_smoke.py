@@ -50,6 +50,9 @@ def check_case(case: dict[str, Any], repeats: int, ceilings: set[str]) -> None:
     for process in (case["client"], case["server"]):
         if process is not None:
             assert process["cpu_s_mean"] >= 0
+            assert process["cpu_s_a_gib"] == pytest.approx(
+                process["cpu_s_mean"] * (1 << 30) / SIZE_BYTES
+            )
             assert process["peak_bytes"] > 1 << 20
             assert process["growth_bytes"] >= 0
 
@@ -94,6 +97,34 @@ def test_store(tmp_path: Path) -> None:
         check_case(case, 2, {"grpc", "page_cache", "memcpy"})
     assert report["verified_cases"] == ["kvserve_stream"]
     check_growth(report)
+
+
+def test_planes(tmp_path: Path) -> None:
+    report = bench_json(tmp_path, "planes", *TINY, "--repeats", "2")
+    requests = {case["name"]: case["requests"] for case in report["cases"]}
+    assert requests == {
+        "kvserve_stream_shm": 1,
+        "kvserve_stream_tcp": 1,
+        "kvserve_stream_grpc": 1,
+        "kvserve_by_layer_sequential_shm": 2,
+        "kvserve_by_layer_sequential_tcp": 2,
+        "kvserve_by_layer_sequential_grpc": 2,
+        "tcp_files": 1,
+        "tcp_constant": 1,
+    }
+    for case in report["cases"]:
+        check_case(case, 2, {"tcp_files", "tcp_constant"})
+    assert report["verified_cases"] == [name for name in requests if name.startswith("kvserve")]
+    assert [bar["name"] for bar in report["bars"]] == ["kvserve_stream_tcp speed"]
+
+
+@pytest.mark.parametrize("command", ["fetch", "store"])
+def test_a_plane_by_name(command: str, tmp_path: Path) -> None:
+    ended = bench(command, *TINY, "--repeats", "1", "--root", str(tmp_path), "--plane", "grpc")
+    assert ended.returncode == 0, ended.stderr
+    ended = bench(command, *TINY, "--plane", "rdma")
+    assert ended.returncode == 1
+    assert "--plane rdma must be auto, shm or tcp or grpc" in ended.stderr
 
 
 def test_lookup(tmp_path: Path) -> None:
@@ -157,7 +188,7 @@ def test_table_files_and_check(tmp_path: Path) -> None:
     assert ElementTree.parse(plot).getroot().tag == "{http://www.w3.org/2000/svg}svg"
 
 
-@pytest.mark.parametrize("command", ["fetch", "store", "lookup", "metadata"])
+@pytest.mark.parametrize("command", ["fetch", "store", "planes", "lookup", "metadata"])
 def test_a_root_that_is_not_there(command: str, tmp_path: Path) -> None:
     ended = bench(command, "--root", str(tmp_path / "absent"))
     assert ended.returncode == 1

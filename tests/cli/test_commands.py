@@ -65,7 +65,11 @@ def test_put_lookup_get_delete(server: ServerProcess, descriptor: Path, tmp_path
 def test_stat(server: ServerProcess) -> None:
     info = json.loads(kvserve("stat", "--server", server.address, "--json").stdout)
     assert info["chunk_file_version"] == 1
-    assert info["version"] in kvserve("stat", "--server", server.address).stdout
+    assert info["planes"] == ["grpc", "tcp", "shm"]
+    assert re.fullmatch(r":\d+", info["data_address"])
+    shown = kvserve("stat", "--server", server.address).stdout
+    assert info["version"] in shown
+    assert "grpc, tcp, shm" in shown
     assert kvserve("--version").stdout.strip() == info["version"]
 
 

@@ -7,9 +7,10 @@ import pytest
 
 from kvserve.errors import InvalidRequest, Overloaded
 from kvserve.format.messages import descriptor_to_pb
+from kvserve.format.request_size import parse_bounded
 from kvserve.model import Descriptor
 from kvserve.rpc import requests
-from kvserve.rpc.requests import DescriptorReader, KeptLocations, parse_bounded
+from kvserve.rpc.requests import DescriptorReader, KeptLocations
 from kvserve.service import Service
 from kvserve.store.locations import ChunkLocations
 from kvserve.transfer.long_steps import LongSteps

@@ -122,10 +122,10 @@ async def test_ending_early_is_incomplete_for_every_chunk(client: AsyncClient, r
     assert temp_files(root) == []
 
 
-async def test_closing_a_client_mid_store(server: Server, root: Path) -> None:
+async def test_closing_a_client_mid_store(server: Server, root: Path, plane: str) -> None:
     """Its handles are cancelled; files and descriptors on the server return to baseline."""
     descriptor = small_descriptor()
-    async with AsyncClient(server.address) as client:
+    async with AsyncClient(server.address, plane=plane) as client:
         await client.server_info()
         before = open_files()
         handle = client.store(descriptor, payload_for(descriptor))
@@ -137,10 +137,10 @@ async def test_closing_a_client_mid_store(server: Server, root: Path) -> None:
         await handle.finish()
 
 
-async def test_closing_a_client_mid_fetch(server: Server) -> None:
+async def test_closing_a_client_mid_fetch(server: Server, plane: str) -> None:
     descriptor = small_descriptor(kv_heads=8, head_dim=128, chunks=64, layers=16)
     service = repr(server.service)
-    async with AsyncClient(server.address) as client:
+    async with AsyncClient(server.address, plane=plane) as client:
         await store_all(client, descriptor, payload_for(descriptor))
         handle = client.fetch(descriptor, bytearray(descriptor.payload_size_bytes))
         await handle.layer(0)
@@ -232,11 +232,11 @@ async def test_nobody_listens() -> None:
 
 
 async def test_too_many_transfers_are_refused_and_say_when_to_retry(
-    start_server: Callable[..., Awaitable[Server]],
+    start_server: Callable[..., Awaitable[Server]], plane: str
 ) -> None:
     server = await start_server(limits={"transfers_max": 1})
     descriptor = small_descriptor()
-    async with AsyncClient(server.address) as client:
+    async with AsyncClient(server.address, plane=plane) as client:
         first = client.store(descriptor, payload_for(descriptor))
         await first.needed()
         second = client.fetch(descriptor, bytearray(descriptor.payload_size_bytes))

@@ -66,10 +66,10 @@ def test_blocking_client(process: ServerProcess) -> None:
         assert len(client.delete(descriptor)) == 8
 
 
-def test_sigterm_drains(process: ServerProcess) -> None:
+def test_sigterm_drains(process: ServerProcess, plane: str) -> None:
     """A store that is open when SIGTERM comes may finish; the exit status is 0."""
     descriptor = small_descriptor()
-    with Client(process.address) as client:
+    with Client(process.address, plane=plane) as client:
         handle = client.store(descriptor, payload_for(descriptor))
         handle.store_layer(0)
         handle.wait_layer(0)
@@ -82,11 +82,11 @@ def test_sigterm_drains(process: ServerProcess) -> None:
         assert "stopped" in process.log()
 
 
-def test_restart(root: Path) -> None:
+def test_restart(root: Path, plane: str) -> None:
     """T10: in-flight transfers fail visibly, the same client works again within 5 s."""
     descriptors = [small_descriptor(first_token=1000 * n) for n in range(20)]
     process = ServerProcess(root).start()
-    client = Client(process.address)
+    client = Client(process.address, plane=plane)
     for number, descriptor in enumerate(descriptors[:10]):
         put(client, descriptor, payload_for(descriptor, number))
     in_flight = client.store(descriptors[10], payload_for(descriptors[10], 10))
@@ -113,7 +113,7 @@ import sys, os, signal
 from kvclient import Client
 from tests.payload import payload_for, small_descriptor
 descriptor = small_descriptor(kv_heads=8, head_dim=128, chunks=64, layers=16)
-client = Client(sys.argv[1])
+client = Client(sys.argv[1], plane=sys.argv[3])
 handle = client.store(descriptor, payload_for(descriptor))
 for layer_index in range(16):
     handle.store_layer(layer_index)
@@ -132,7 +132,7 @@ import os, signal, sys
 from kvclient import Client
 from tests.payload import payload_for, small_descriptor
 descriptor = small_descriptor()
-client = Client(sys.argv[1])
+client = Client(sys.argv[1], plane=sys.argv[3])
 handle = client.store(descriptor, payload_for(descriptor))
 for layer_index in range(4):
     handle.store_layer(layer_index)
@@ -147,12 +147,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.parametrize("how", ["cancel", "close", "kill"])
 def test_every_layer_sent_but_not_finished_publishes_nothing(
-    process: ServerProcess, root: Path, how: str
+    process: ServerProcess, root: Path, how: str, plane: str
 ) -> None:
     """A client that dies or cancels after its last layer looks like one that half-closes."""
     for _ in range(5):
         died = subprocess.run(
-            [sys.executable, "-c", _ALL_SENT, process.address, how], timeout=60, check=False
+            [sys.executable, "-c", _ALL_SENT, process.address, how, plane],
+            timeout=60,
+            check=False,
         )
         assert died.returncode == -signal.SIGKILL
         until(lambda: temp_files(root) == [])
@@ -161,14 +163,16 @@ def test_every_layer_sent_but_not_finished_publishes_nothing(
 
 
 @pytest.mark.parametrize("during", ["store", "fetch"])
-def test_a_killed_client(process: ServerProcess, root: Path, during: str) -> None:
+def test_a_killed_client(process: ServerProcess, root: Path, during: str, plane: str) -> None:
     """SIGKILL mid-transfer: the server forgets the transfer, removes its files, serves others."""
     files = f"/proc/{process.pid}/fd"
     with Client(process.address) as client:
         client.server_info()
         before = len(os.listdir(files))
         died = subprocess.run(
-            [sys.executable, "-c", _VANISHING, process.address, during], timeout=60, check=False
+            [sys.executable, "-c", _VANISHING, process.address, during, plane],
+            timeout=60,
+            check=False,
         )
         assert died.returncode == -signal.SIGKILL
         until(lambda: temp_files(root) == [])
@@ -183,7 +187,7 @@ import os, sys
 from kvclient import Client, HandleClosed, KvserveError
 from tests.payload import payload_for, small_descriptor
 
-address, when = sys.argv[1:]
+address, when, plane = sys.argv[1:]
 descriptor = small_descriptor(kv_heads=8, head_dim=128, chunks=64, layers=16)
 payload = payload_for(descriptor)
 
@@ -192,7 +196,7 @@ def fetch(client):
     assert client.fetch(descriptor, target, timeout_s=10).wait().is_whole
     assert target == payload
 
-client = Client(address)
+client = Client(address, plane=plane)
 if when != "unused":
     with client.store(descriptor, payload) as handle:
         for layer_index in descriptor.layer_order:
@@ -259,9 +263,9 @@ def run_script(script: str, *arguments: str) -> None:
 
 @pytest.mark.parametrize("when", ["unused", "idle", "busy"])
 def test_a_client_works_in_a_forked_child_and_in_its_parent(
-    process: ServerProcess, when: str
+    process: ServerProcess, when: str, plane: str
 ) -> None:
-    run_script(_FORKING, process.address, when)
+    run_script(_FORKING, process.address, when, plane)
 
 
 def test_a_fork_that_cannot_be_made_safe_is_an_error_in_the_child(process: ServerProcess) -> None:
@@ -275,7 +279,7 @@ def test_unix_socket(root: Path, tmp_path: Path) -> None:
         put(client, small_descriptor(), payload_for(small_descriptor()))
 
 
-def test_memory_is_bounded_by_frames_not_by_payload(process: ServerProcess) -> None:
+def test_memory_is_bounded_by_frames_not_by_payload(process: ServerProcess, plane: str) -> None:
     """A 256 MiB fetch and store: the server's peak grows by far less than the payload."""
 
     def peak() -> int:
@@ -286,7 +290,7 @@ def test_memory_is_bounded_by_frames_not_by_payload(process: ServerProcess) -> N
     size = descriptor.payload_size_bytes
     assert size == 256 << 20
     source = bytearray(os.urandom(1 << 20)) * (size >> 20)
-    with Client(process.address) as client:
+    with Client(process.address, plane=plane) as client:
         small = small_descriptor()
         put(client, small, payload_for(small))
         before = peak()

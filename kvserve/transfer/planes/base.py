@@ -1,10 +1,15 @@
 """What the pumps need of a way to move bytes; one file per plane implements it."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from kvserve.format.frames import FrameHeader
 from kvserve.model import ChunkStatus, Verdict
+
+IncomingFrame = tuple[FrameHeader, memoryview, Callable[[], None]]
+"""Header, payload, and what to call on the loop when nobody reads the payload any more: a plane
+that receives into memory of its own uses it again. A store that ends early just drops its frames.
+"""
 
 
 class OutgoingFrame(Protocol):
@@ -23,7 +28,10 @@ class FetchPlane(Protocol):
         """Memory for a frame; file reads land in `payload` directly."""
 
     async def send(self, frame: OutgoingFrame) -> None:
-        """Ships a filled frame; returns when the plane takes the next one (back pressure)."""
+        """Ships a filled frame; returns when the plane takes the next one (back pressure).
+
+        The frame is the plane's from here on. One that is never sent is just dropped.
+        """
 
     async def miss(self, chunk_index: int, verdict: Verdict) -> None:
         """Tells the client that a chunk turned out bad and has no more frames."""
@@ -35,7 +43,7 @@ class StorePlane(Protocol):
     async def needs(self, statuses: list[ChunkStatus]) -> None:
         """Tells the client which chunks to send."""
 
-    def frames(self) -> AsyncIterator[tuple[FrameHeader, memoryview]]:
+    def frames(self) -> AsyncIterator[IncomingFrame]:
         """The client's frames in order; ends when the client says so or is gone."""
 
     @property

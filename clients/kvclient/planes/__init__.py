@@ -1,0 +1,1 @@
+"""Ways of moving payload bytes, the client's side; one file per plane."""

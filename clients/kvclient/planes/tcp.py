@@ -1,0 +1,244 @@
+"""The tcp plane, client side: frames are records on a data connection of their own.
+
+Payload goes between the kernel and the region without any copy in between: the head of a record
+says where the bytes belong, then the kernel puts them there. They are checked in the region.
+
+A connection whose transfer ended well is kept for the next one, since a fetch by layers would else
+connect for each layer. After any other end it is closed first of all: that is what makes the region
+quiet.
+"""
+
+import asyncio
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kvclient.fetch_session import FetchSession
+from kvclient.planes.base import FetchCall, StoreCall, Took, Unreachable
+from kvserve.data_socket import Buffer, DataSocket
+from kvserve.errors import ServerFault, ServerUnavailable
+from kvserve.format.frames import FrameHeader
+from kvserve.format.messages import chunk_status
+from kvserve.format.records import (
+    EXTRA_SIZE_BYTES_MAX,
+    HEAD_SIZE_BYTES,
+    HELLO_MAGIC,
+    RecordKind,
+    decode_head,
+    decode_text,
+    encode_finish,
+    encode_frame,
+)
+from kvserve.model import Verdict
+from kvserve.v1 import kvserve_pb2 as pb
+
+_KEPT_MAX = 4
+# Well below the time after which the server closes it (`transfer/planes/data_port.py`).
+_KEPT_S = 30.0
+_CONNECT_S = 1.0
+# The server ends call and connection together; the call's status says why.
+_STATUS_S = 1.0
+
+
+class DataConnections:
+    """The data connections of one client to one server: kept ones, and new ones.
+
+    They belong to the loop that made them. `server_host` stands in where the server names none.
+    """
+
+    def __init__(self, server_host: str) -> None:
+        """`server_host`: as in an address, so in brackets if it is IPv6."""
+        self._server_host = server_host
+        self._kept: list[tuple[float, DataSocket]] = []
+
+    async def open(self, offer: pb.DataOffer) -> DataSocket:
+        """A connection that has shown the offer's secret.
+
+        Raises:
+            Unreachable: the address does not answer at once.
+        """
+        connection = self._take(offer.address) or await self._connect(offer.address)
+        try:
+            await connection.send((HELLO_MAGIC, offer.secret))
+        except ServerUnavailable as error:
+            connection.close()
+            raise Unreachable(_plane_of(offer.address), str(error)) from error
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def keep(self, connection: DataSocket) -> None:
+        """Its transfer has ended well."""
+        connection.unwatch()
+        now = time.monotonic()
+        while self._kept and (len(self._kept) >= _KEPT_MAX or now - self._kept[0][0] > _KEPT_S):
+            self._kept.pop(0)[1].close()
+        self._kept.append((now, connection))
+
+    def close(self) -> None:
+        """Closes those that are kept."""
+        kept, self._kept = self._kept, []
+        for _, connection in kept:
+            connection.close()
+
+    def _take(self, address: str) -> DataSocket | None:
+        now = time.monotonic()
+        for entry in reversed(self._kept):
+            kept_at, connection = entry
+            if connection.peer != self._resolved(address):
+                continue
+            self._kept.remove(entry)
+            if now - kept_at < _KEPT_S and connection.is_idle():
+                return connection
+            connection.close()
+        return None
+
+    def _resolved(self, address: str) -> str:
+        return f"{self._server_host}{address}" if address.startswith(":") else address
+
+    async def _connect(self, address: str) -> DataSocket:
+        where = self._resolved(address)
+        refused = "no address"
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                for family, target in await _targets(where):
+                    sock = socket.socket(family, socket.SOCK_STREAM)
+                    try:
+                        sock.setblocking(False)
+                        await asyncio.get_running_loop().sock_connect(sock, target)
+                        return DataSocket(sock, where)
+                    except OSError as error:
+                        refused = str(error)
+                        sock.close()
+                    except BaseException:
+                        sock.close()
+                        raise
+        except TimeoutError:
+            refused = f"no answer in {_CONNECT_S:g} s"
+        except OSError as error:
+            refused = str(error)
+        what = f"the data address {where} cannot be reached: {refused}"
+        raise Unreachable(_plane_of(address), what)
+
+
+def _plane_of(address: str) -> str:
+    return "shm" if address.startswith("unix:") else "tcp"
+
+
+async def _targets(address: str) -> list[tuple[socket.AddressFamily, Any]]:
+    """What `sock_connect` takes: of an abstract Unix socket, or every address of a host."""
+    if address.startswith("unix:@"):
+        return [(socket.AF_UNIX, "\0" + address.removeprefix("unix:@"))]
+    host, _, port = address.rpartition(":")
+    found = await asyncio.get_running_loop().getaddrinfo(
+        host.strip("[]"), port, type=socket.SOCK_STREAM
+    )
+    return [(family, target) for family, _, _, _, target in found]
+
+
+class TcpFetchPlane:
+    """Implements `FetchPlane`."""
+
+    def __init__(self, connections: DataConnections, offer: pb.DataOffer) -> None:
+        self._connections = connections
+        self._offer = offer
+
+    async def receive(self, call: FetchCall, session: FetchSession, took: Took) -> None:
+        connection = await self._connections.open(self._offer)
+        is_clean = False
+        try:
+            await finish_fetch(connection, call, session, took)
+            is_clean = True
+        finally:
+            if is_clean:
+                self._connections.keep(connection)
+            else:
+                connection.close()
+
+
+async def finish_fetch(
+    connection: DataSocket, call: FetchCall, session: FetchSession, took: Took
+) -> None:
+    """Takes all records and the end of the call."""
+    try:
+        await _take_records(connection, session, took)
+    except ServerUnavailable:
+        await _raise_status(call)
+        raise
+    if isinstance(await call.read(), bytes):
+        raise ServerFault("a reply came after the last layer")
+
+
+async def _take_records(connection: DataSocket, session: FetchSession, took: Took) -> None:
+    raw_head = memoryview(bytearray(HEAD_SIZE_BYTES))
+    all_extra = memoryview(bytearray(EXTRA_SIZE_BYTES_MAX))
+    while not session.is_finished:
+        await connection.receive([raw_head])
+        head = decode_head(raw_head)
+        extra = all_extra[: head.extra_size_bytes]
+        if head.kind in (RecordKind.PAYLOAD, RecordKind.LANDED):
+            views = session.place(
+                head.layer_index, head.first_chunk, head.slice_offset, head.payload_size_bytes
+            )
+            is_there = head.kind is RecordKind.LANDED
+            await connection.receive([extra] if is_there else [extra, *views])
+            events = session.landed(bytes(extra))
+        elif head.kind is RecordKind.MISS:
+            await connection.receive([extra])
+            verdict = Verdict(chunk_status(head.slice_offset), decode_text(extra))
+            events = session.miss(head.first_chunk, verdict)
+        else:
+            raise ServerFault(f"a record of kind {head.kind.name} in a fetch")
+        if events:
+            took(events)
+
+
+async def _raise_status(call: FetchCall) -> None:
+    """Raises the status that the server has ended the call with, if it has."""
+    try:
+        async with asyncio.timeout(_STATUS_S):
+            while isinstance(await call.read(), bytes):  # else EOF: it ended without an error
+                pass
+    except TimeoutError:
+        return
+    raise ServerFault("the server ended the stream before the last layer")
+
+
+class TcpStorePlane:
+    """Implements `StorePlane`."""
+
+    def __init__(self, call: StoreCall, connections: DataConnections, offer: pb.DataOffer) -> None:
+        self._call = call
+        self._connections = connections
+        self._offer = offer
+        self._connection: DataSocket | None = None
+
+    async def open(self) -> None:
+        self._connection = await self._connections.open(self._offer)
+
+    async def send(self, header: FrameHeader, views: Sequence[memoryview]) -> None:
+        await self._send((encode_frame(header, sum(map(len, views))), *views))
+
+    async def finish(self) -> None:
+        await self._send((encode_finish(),))
+        await self._call.done_writing()
+
+    def close(self, *, is_clean: bool) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            if is_clean:
+                self._connections.keep(connection)
+            else:
+                connection.close()
+
+    async def _send(self, buffers: Sequence[Buffer]) -> None:
+        connection = self._connection  # `close` drops it, also while this waits
+        assert connection is not None, "not open"
+        try:
+            await connection.send(buffers)
+        except BaseException:
+            # Cancelled inside a record: nothing that follows could be read.
+            connection.close()
+            raise

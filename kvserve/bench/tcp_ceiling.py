@@ -1,0 +1,71 @@
+"""The bare TCP cases, on the client's side: `recv_into` the region, frame by frame, and no more."""
+
+import socket
+from time import perf_counter
+from types import TracebackType
+from typing import Self
+
+from kvserve.bench.child import Child
+from kvserve.bench.grpc_ceiling import frame_size_bytes
+from kvserve.bench.rounds import Case, Timing
+from kvserve.bench.tcp_ceiling_server import Opening
+from kvserve.bench.unit import WorkUnit
+from kvserve.errors import ServerFault
+from kvserve.store.locations import ChunkLocations
+
+
+def tcp_ceiling_server() -> Child:
+    """The server process, not started."""
+    return Child("kvserve.bench.tcp_ceiling_server")
+
+
+class TcpRead(Case):
+    """Server to client over one blocking connection: from files, or constant bytes without them."""
+
+    requests = 1
+
+    def __init__(
+        self, server: Child, unit: WorkUnit, region: memoryview, files: ChunkLocations | None
+    ) -> None:
+        self.name = "tcp_constant" if files is None else "tcp_files"
+        self.label = "bare TCP, constant bytes" if files is None else "bare TCP, same files"
+        self.server_pid = server.pid
+        self._layer_size_bytes = unit.layer_size_bytes
+        self._region = region
+        self._frame_size_bytes = frame_size_bytes(unit)
+        self._opening = Opening(
+            chunk_count=unit.chunk_count,
+            slice_size_bytes=unit.slice_size_bytes,
+            slices_a_frame=self._frame_size_bytes // unit.slice_size_bytes or 1,
+            offsets=(
+                [0] * unit.layer_count if files is None else list(files.geometry.slice_offsets)
+            ),
+            paths=[] if files is None else list(files.paths),
+        ).encode()
+        self._socket = socket.create_connection(("127.0.0.1", int(server.hello["port"])))
+
+    async def run(self) -> Timing:
+        started = perf_counter()
+        first_layer_s = 0.0
+        self._socket.sendall(self._opening)
+        left = self._region
+        first_layer_ends = len(left) - self._layer_size_bytes
+        while left:
+            got = self._socket.recv_into(left, self._frame_size_bytes, socket.MSG_WAITALL)
+            if not got:
+                raise ServerFault("the bare TCP server has ended")
+            left = left[got:]
+            if not first_layer_s and len(left) <= first_layer_ends:
+                first_layer_s = perf_counter() - started
+        return Timing(perf_counter() - started, first_layer_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._socket.close()

@@ -1,0 +1,155 @@
+"""The tcp plane, server side: payload frames as records on a data connection of their own.
+
+A fetch's frame is read from disk into a buffer that is used again for the next one, and goes from
+there to the kernel in one call with its head; a store's comes from the kernel into such a buffer.
+Python copies no payload, and neither does anything between Python and the kernel.
+
+The rpc stays the control path: what a transfer answers besides frames and misses, and how it ends,
+is there. A transfer that moves no payload (all misses, everything known) has no data connection.
+"""
+
+from collections.abc import AsyncIterator
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+from kvserve.data_socket import DataSocket
+from kvserve.errors import InvalidRequest
+from kvserve.format.frames import FrameHeader
+from kvserve.format.records import (
+    EXTRA_SIZE_BYTES_MAX,
+    HEAD_SIZE_BYTES,
+    RecordKind,
+    decode_head,
+    encode_frame,
+    encode_miss,
+)
+from kvserve.model import ChunkStatus, Verdict
+from kvserve.transfer.planes.base import IncomingFrame, OutgoingFrame
+from kvserve.transfer.planes.data_port import DataPort, Expected
+from kvserve.transfer.planes.grpc import GrpcStorePlane, Read, Write, fetch_head
+from kvserve.v1 import kvserve_pb2 as pb
+
+
+class _Connected:
+    """A plane with a data connection: as a context it gives it back, or closes it on an error."""
+
+    _port: DataPort
+    _connection: DataSocket | None = None
+
+    def _offer(self, expected: Expected) -> pb.DataOffer:
+        return pb.DataOffer(address=self._port.address, secret=expected.secret)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            if error is None and self._is_at_a_record_s_end():
+                self._port.take_back(connection)
+            else:
+                self._port.close(connection)
+
+    def _is_at_a_record_s_end(self) -> bool:
+        return True
+
+
+class TcpFrame:
+    """A frame in one of the port's buffers."""
+
+    __slots__ = ("buffer", "head", "payload")
+
+    def __init__(self, head: bytes, buffer: memoryview, payload_size_bytes: int) -> None:
+        self.head = head
+        self.buffer = buffer
+        self.payload = buffer[:payload_size_bytes]
+
+
+class TcpFetchPlane(_Connected):
+    """Implements `FetchPlane`; the head goes through `write`, as one serialized `FetchReply`."""
+
+    name = "tcp"
+
+    def __init__(self, write: Write, port: DataPort) -> None:
+        self._write = write
+        self._port = port
+
+    async def head(self, verdicts: list[Verdict]) -> None:
+        if all(verdict.status is not ChunkStatus.HIT for verdict in verdicts):
+            await self._write(fetch_head(verdicts, self.name, None))
+            return
+        with self._port.expect() as expected:
+            await self._write(fetch_head(verdicts, self.name, self._offer(expected)))
+            self._connection = await expected.connection()
+
+    def new_frame(self, header: FrameHeader, payload_size_bytes: int) -> TcpFrame:
+        head = encode_frame(header, payload_size_bytes)
+        return TcpFrame(head, self._port.buffers.take(), payload_size_bytes)
+
+    async def send(self, frame: OutgoingFrame) -> None:
+        assert isinstance(frame, TcpFrame)
+        assert self._connection is not None, "a frame without a hit"
+        await self._connection.send((frame.head, frame.payload))
+        self._port.buffers.give(frame.buffer)
+
+    async def miss(self, chunk_index: int, verdict: Verdict) -> None:
+        assert self._connection is not None, "a miss without a hit"
+        await self._connection.send((encode_miss(chunk_index, verdict),))
+
+
+class TcpStorePlane(_Connected, GrpcStorePlane):
+    """Implements `StorePlane`: frames from the data connection, everything else as on grpc."""
+
+    name = "tcp"
+
+    def __init__(self, read: Read, write: Write, frame_size_bytes_max: int, port: DataPort) -> None:
+        super().__init__(read, write, frame_size_bytes_max)
+        self._port = port
+
+    async def needs(self, statuses: list[ChunkStatus]) -> None:
+        if ChunkStatus.NEEDED not in statuses:
+            await self._say_needs(statuses, None)
+            return
+        with self._port.expect() as expected:
+            await self._say_needs(statuses, self._offer(expected))
+            self._connection = await expected.connection()
+
+    async def frames(self) -> AsyncIterator[IncomingFrame]:
+        connection = self._connection
+        if connection is None:
+            async for frame in super().frames():
+                yield frame
+            return
+        raw_head = memoryview(bytearray(HEAD_SIZE_BYTES))
+        extra = memoryview(bytearray(EXTRA_SIZE_BYTES_MAX))
+        buffers = self._port.buffers
+        while True:
+            await connection.receive([raw_head])
+            head = decode_head(raw_head)
+            if head.kind is RecordKind.FINISH:
+                self.is_finished = True
+                return
+            if head.kind is not RecordKind.PAYLOAD:
+                raise InvalidRequest(f"a store takes payload records, got {head.kind.name}")
+            if head.payload_size_bytes > buffers.size_bytes:
+                raise InvalidRequest(
+                    f"layer {head.layer_index}: a frame with {head.payload_size_bytes} bytes of "
+                    f"payload; must be 1 to {buffers.size_bytes}"
+                )
+            buffer = buffers.take()
+            payload = buffer[: head.payload_size_bytes]
+            checksums = extra[: head.extra_size_bytes]
+            await connection.receive([checksums, payload])
+            header = FrameHeader(
+                head.layer_index, head.first_chunk, head.slice_offset, bytes(checksums)
+            )
+            yield header, payload, partial(buffers.give, buffer)
+
+    def _is_at_a_record_s_end(self) -> bool:
+        return self.is_finished

@@ -1,0 +1,356 @@
+"""The shm plane alone: which memory a server takes, and who may hold whom."""
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvclient import (
+    AsyncClient,
+    Client,
+    HandleState,
+    InvalidRequest,
+    Paged,
+    ServerUnavailable,
+    SharedRegion,
+)
+from kvclient.channel import Channel, Rpcs
+from kvclient.planes.shm import spans_of
+from kvclient.planes.tcp import DataConnections
+from kvserve.format.messages import descriptor_to_pb
+from kvserve.format.records import RegionHead, encode_region
+from kvserve.rpc.server import Server
+from kvserve.testing.server_process import ServerProcess
+from kvserve.transfer.planes import shm
+from tests.payload import payload_for, small_descriptor, store_all
+from tests.rpc.test_planes import large, until, until_quiet
+
+SIZE_BYTES = small_descriptor().payload_size_bytes
+
+
+@pytest.fixture
+def plane() -> str:
+    return "shm"
+
+
+@pytest.fixture
+async def rpcs(server: Server) -> AsyncIterator[Rpcs]:
+    channel = Channel(server.address, 2.0)
+    yield await channel.connected("Fetch")
+    await channel.close()
+
+
+class TestMemory:
+    """What a client shares is checked before a byte is written."""
+
+    @pytest.fixture(autouse=True)
+    async def stored(self, client: AsyncClient) -> None:
+        descriptor = small_descriptor()
+        await store_all(client, descriptor, payload_for(descriptor))
+
+    async def _told(
+        self,
+        rpcs: Rpcs,
+        fd: int | None,
+        spans: Sequence[tuple[int, int]] = ((0, SIZE_BYTES),),
+        *,
+        announced: int = SIZE_BYTES,
+        says_memory: bool = True,
+    ) -> str:
+        """How the server ends a fetch into this memory."""
+        request = shm.pb.FetchRequest(
+            descriptor=descriptor_to_pb(small_descriptor()), planes=["shm"]
+        )
+        call = rpcs.fetch(request, timeout=5)
+        head = shm.pb.FetchReply.FromString(await call.read()).head
+        connection = await DataConnections("").open(head.data)
+        try:
+            region = RegionHead(says_memory, len(spans), announced)
+            with suppress(ServerUnavailable):  # it may refuse in the middle
+                await connection.send((encode_region(region, spans),))
+                if fd is not None:
+                    await connection.send_fd(fd)
+                elif says_memory:
+                    await connection.send((b"m",))
+            while isinstance(await call.read(), bytes):
+                pass
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        finally:
+            connection.close()
+        return "OK"
+
+    async def test_sealed_memory_is_taken(self, rpcs: Rpcs, server: Server) -> None:
+        region = SharedRegion(SIZE_BYTES)
+        assert await self._told(rpcs, region.fd) == "OK"
+        assert region.view == payload_for(small_descriptor())
+        await until_quiet(server)
+
+    async def test_memory_that_may_shrink(self, rpcs: Rpcs) -> None:
+        """Its pages could go while the server writes: SIGBUS."""
+        fd = os.memfd_create("may-shrink", os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, SIZE_BYTES)
+        assert "INVALID_ARGUMENT: shared memory must be sealed" in await self._told(rpcs, fd)
+        os.close(fd)
+
+    async def test_an_ordinary_file(self, rpcs: Rpcs, tmp_path: Path) -> None:
+        (tmp_path / "file").write_bytes(bytes(SIZE_BYTES))
+        fd = os.open(tmp_path / "file", os.O_RDWR)
+        assert "INVALID_ARGUMENT: shared memory must be a memfd" in await self._told(rpcs, fd)
+        os.close(fd)
+
+    async def test_less_than_was_announced(self, rpcs: Rpcs) -> None:
+        region = SharedRegion(SIZE_BYTES)
+        answer = await self._told(rpcs, region.fd, announced=SIZE_BYTES + 1)
+        assert f"shared memory of {SIZE_BYTES} bytes was announced as {SIZE_BYTES + 1}" in answer
+
+    @pytest.mark.parametrize(
+        ("spans", "words"),
+        [
+            ([(1, SIZE_BYTES)], f"a span of {SIZE_BYTES} bytes at 1 in shared memory of"),
+            ([(2**64 - 1, 2)], "a span of 2 bytes at 18446744073709551615"),
+            ([(0, 0), (0, SIZE_BYTES)], "a span of 0 bytes"),
+            ([(0, SIZE_BYTES - 1)], f"spans for {SIZE_BYTES - 1} bytes, the payload has"),
+            ([(0, SIZE_BYTES), (0, 1)], f"spans for {SIZE_BYTES + 1} bytes, the payload has"),
+            ([], "0 spans of a region; must be 1 to 65536"),
+            ([(0, 1)] * 65_537, "65537 spans of a region; must be 1 to 65536"),
+        ],
+    )
+    async def test_spans_outside_of_it(
+        self, rpcs: Rpcs, spans: list[tuple[int, int]], words: str
+    ) -> None:
+        region = SharedRegion(SIZE_BYTES)
+        assert words in await self._told(rpcs, region.fd, spans)
+        assert not any(region.view)
+
+    async def test_a_descriptor_that_does_not_come(self, rpcs: Rpcs) -> None:
+        assert "was announced and did not come" in await self._told(rpcs, None)
+
+    async def test_memory_of_before_where_there_was_none(self, rpcs: Rpcs) -> None:
+        answer = await self._told(rpcs, None, says_memory=False)
+        assert "no shared memory came over this connection" in answer
+
+    async def test_memory_that_cannot_be_written(self, rpcs: Rpcs) -> None:
+        region = SharedRegion(SIZE_BYTES)
+        fd = os.open(f"/proc/self/fd/{region.fd}", os.O_RDONLY)
+        assert "cannot be mapped for writing" in await self._told(rpcs, fd)
+        os.close(fd)
+
+    async def test_a_file_descriptor_on_no_refusal_is_left_open(
+        self, rpcs: Rpcs, server: Server
+    ) -> None:
+        region = SharedRegion(SIZE_BYTES)
+        await self._told(rpcs, region.fd)
+        await until_quiet(server)
+        await asyncio.sleep(0.05)
+        before = len(os.listdir("/proc/self/fd"))
+        for spans in ([(1, SIZE_BYTES)], [(0, 1)]):
+            for _ in range(5):
+                await self._told(rpcs, region.fd, spans)
+        await until_quiet(server)
+        await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+
+class TestRegions:
+    async def test_a_region_is_mapped_once_for_all_layers(
+        self, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        mapped: list[int] = []
+        real = shm._map
+        monkeypatch.setattr(shm, "_map", lambda *args: mapped.append(1) or real(*args))
+        descriptor = small_descriptor()
+        source = payload_for(descriptor)
+        await store_all(client, descriptor, source)
+        one, other = SharedRegion(SIZE_BYTES), SharedRegion(SIZE_BYTES)
+        for layer_index in range(4):
+            assert (await client.fetch(descriptor, one, layers=[layer_index]).wait()).is_whole
+        assert len(mapped) == 1
+        assert (await client.fetch(descriptor, other).wait()).is_whole
+        assert len(mapped) == 2
+        assert one.view == other.view == source
+
+    async def test_the_client_does_not_keep_a_region_alive(self, client: AsyncClient) -> None:
+        descriptor = small_descriptor()
+        await store_all(client, descriptor, payload_for(descriptor))
+        region = SharedRegion(SIZE_BYTES)
+        watched = weakref.ref(region)
+        await client.fetch(descriptor, region).wait()
+        del region
+        gc.collect()
+        assert watched() is None
+        again = SharedRegion(SIZE_BYTES)
+        assert (await client.fetch(descriptor, again).wait()).is_whole
+        assert again.view == payload_for(descriptor)
+
+    async def test_only_layers_of_a_placement(self, client: AsyncClient) -> None:
+        descriptor = small_descriptor(layers=3)
+        source = payload_for(descriptor)
+        await store_all(client, descriptor, source)
+        size = descriptor.layout.slice_sizes[0]
+        pool = SharedRegion(8 * size + 100)
+        addresses = [[], [100 + (7 - chunk) * size for chunk in range(8)], []]
+        paged = Paged(pool, descriptor, addresses)
+        assert spans_of(paged, descriptor, [1]) == [(at, size) for at in addresses[1]]
+        assert (await client.fetch(descriptor, paged, layers=[1]).wait()).is_whole
+        for chunk in range(8):
+            at = descriptor.payload_offsets[1] + chunk * size
+            assert pool.view[addresses[1][chunk] :][:size] == source[at : at + size]
+        assert pool.view[:100] == bytes(100)
+
+    async def test_an_ordinary_region(self, client: AsyncClient, server: Server) -> None:
+        """Pinned it is refused; by itself a client takes tcp for it, and shm where it can."""
+        descriptor = small_descriptor()
+        await store_all(client, descriptor, payload_for(descriptor))
+        with pytest.raises(InvalidRequest, match="plane shm fetches into a SharedRegion only"):
+            await client.fetch(descriptor, bytearray(SIZE_BYTES)).wait()
+        async with AsyncClient(server.address) as free:
+            assert (await free.fetch(descriptor, bytearray(SIZE_BYTES)).wait()).is_whole
+            (kept,) = free._channel.planes.connections._kept
+            assert not kept[1].peer.startswith("unix:")
+            assert (await free.fetch(descriptor, SharedRegion(SIZE_BYTES)).wait()).is_whole
+            assert free._channel.planes.connections._kept[-1][1].peer.startswith("unix:")
+
+    async def test_another_host(self, server: Server, caplog: pytest.LogCaptureFixture) -> None:
+        """Its sockets are not there: the client goes on over tcp."""
+        assert server.data_port is not None
+        server.data_port.unix_address = "unix:@kvserve-of-another-host"
+        descriptor = small_descriptor()
+        region = SharedRegion(SIZE_BYTES)
+        async with AsyncClient(server.address) as client:
+            await store_all(client, descriptor, payload_for(descriptor))
+            assert (await client.fetch(descriptor, region).wait()).is_whole
+            assert client.requests["Fetch"] == 2
+            assert (await client.fetch(descriptor, region).wait()).is_whole
+            assert client.requests["Fetch"] == 3
+        assert region.view == payload_for(descriptor)
+        assert caplog.text.count("shm is avoided for 60 s") == 1
+        async with AsyncClient(server.address, plane="shm") as client:
+            with pytest.raises(
+                ServerUnavailable, match="plane shm: the data address unix:@kvserve"
+            ):
+                await client.fetch(descriptor, region).wait()
+
+    def test_of_no_size(self) -> None:
+        with pytest.raises(InvalidRequest, match="a shared region of 0 bytes"):
+            SharedRegion(0)
+
+
+async def test_a_wild_pointer_condemns_no_chunk(
+    client: AsyncClient, server: Server, root: Path
+) -> None:
+    """The client writes into the region all the time: its own fetch suffers, nobody else's."""
+    descriptor = large()
+    source = payload_for(descriptor)
+    await store_all(client, descriptor, source)
+    region = SharedRegion(len(source))
+    stop = threading.Event()
+    junk = b"\xee" * len(source)
+
+    def scribble() -> None:
+        while not stop.is_set():
+            region.view[:] = junk
+
+    thread = threading.Thread(target=scribble)
+    thread.start()
+    try:
+        for _ in range(3):
+            await client.fetch(descriptor, region).wait()
+    finally:
+        stop.set()
+        thread.join()
+    await until_quiet(server)
+    assert not (root / ".quarantine").exists()
+    assert (await client.fetch(descriptor, region).wait()).is_whole
+    assert region.view == source
+
+
+_KILLED = """
+import os, signal, sys
+from kvclient import Client, SharedRegion
+from tests.payload import payload_for, small_descriptor
+descriptor = small_descriptor(kv_heads=8, head_dim=128, chunks=64, layers=16)
+client = Client(sys.argv[1], plane="shm")
+fetch = client.fetch(descriptor, SharedRegion(descriptor.payload_size_bytes))
+fetch.wait_layer(0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+class TestProcesses:
+    @pytest.fixture
+    def process(self, root: Path) -> object:
+        with ServerProcess(root) as process:
+            yield process
+
+    @pytest.fixture
+    def stored(self, process: ServerProcess) -> object:
+        descriptor = small_descriptor(kv_heads=8, head_dim=128, chunks=64, layers=16)
+        payload = payload_for(descriptor)
+        with Client(process.address) as client, client.store(descriptor, payload) as handle:
+            for layer_index in descriptor.layer_order:
+                handle.store_layer(layer_index)
+            assert handle.finish().is_whole
+        return descriptor
+
+    def test_a_killed_client(self, process: ServerProcess, stored: object) -> None:
+        """The server lets go of its memory."""
+        for _ in range(2):
+            died = subprocess.run(
+                [sys.executable, "-c", _KILLED, process.address], timeout=60, check=False
+            )
+            assert died.returncode == -signal.SIGKILL
+        maps = Path(f"/proc/{process.pid}/maps")
+        with Client(process.address) as client:
+            for _ in range(200):
+                client.server_info()
+                if "memfd:kvclient" not in maps.read_text():
+                    break
+            else:
+                pytest.fail("the memory of dead clients is still mapped")
+
+    def test_a_killed_server(self, process: ServerProcess, stored: object) -> None:
+        """The fetch ends with an error, and the region is quiet then."""
+        region = SharedRegion(stored.payload_size_bytes)  # type: ignore[attr-defined]
+        with Client(process.address, plane="shm") as client:
+            handle = client.fetch(stored, region)  # type: ignore[arg-type]
+            handle.wait_layer(0)
+            process.kill()
+            try:
+                handle.wait()
+            except ServerUnavailable:
+                assert handle.state is HandleState.ERR
+            region.view[:] = b"\xaa" * len(region.view)
+            assert region.view == b"\xaa" * len(region.view)
+
+    def test_a_server_that_hangs_holds_the_cancel(
+        self, process: ServerProcess, stored: object
+    ) -> None:
+        """T6: it may write when it wakes up, so until then the region is not the caller's."""
+        region = SharedRegion(stored.payload_size_bytes)  # type: ignore[attr-defined]
+        with Client(process.address, plane="shm") as client:
+            for _ in range(20):  # until it is stopped in the middle of a fetch
+                handle = client.fetch(stored, region)  # type: ignore[arg-type]
+                handle.wait_layer(0)
+                os.kill(process.pid, signal.SIGSTOP)
+                cancelling = threading.Thread(target=handle.cancel)
+                cancelling.start()
+                cancelling.join(0.3)
+                is_held = cancelling.is_alive()
+                os.kill(process.pid, signal.SIGCONT)
+                cancelling.join(20)
+                assert not cancelling.is_alive()
+                region.view[:] = b"\xaa" * len(region.view)
+                assert region.view == b"\xaa" * len(region.view)
+                if is_held:
+                    break
+            assert is_held
