@@ -167,9 +167,8 @@ class Transfers:
         known, now = Verdict(ChunkStatus.KNOWN), time.time()
 
         def ended() -> tuple[list[Verdict], set[ChunkStatus]]:
-            for index, verdict in verdicts.items():
-                if verdict.status is ChunkStatus.STORED:
-                    self._tree.recency.stored(where.path(index), index, now)
+            stored = [i for i, it in verdicts.items() if it.status is ChunkStatus.STORED]
+            self._tree.recency.stored(where.paths, stored, now)
             result = [verdicts.get(index, known) for index in range(chunk_count)]
             return result, {verdict.status for verdict in verdicts.values()}
 
@@ -180,12 +179,12 @@ class Transfers:
 
     async def _stored(self, where: ChunkLocations, plane: StorePlane) -> dict[int, Verdict]:
         """Runs a store; how each chunk ended that was not stored before."""
-        ledger, tenant = self._store.ledger, where.descriptor.tenant
-        file_size_bytes = where.geometry.file_size_bytes
         missing = await self._lookups.missing(where)
-        let_in = ledger.reserve(tenant, file_size_bytes, len(missing))
+        room = self._store.ledger.reserve(
+            where.descriptor.tenant, where.geometry.file_size_bytes, len(missing)
+        )
         # The head of the prefix first: the tail is of no use without it.
-        needed, refused = missing[:let_in], missing[let_in:]
+        needed, refused = missing[: room.chunks], missing[room.chunks :]
         if refused:
             self._store_refused()
         writers: dict[int, ChunkWriter] = {}
@@ -193,7 +192,9 @@ class Transfers:
         def writer(index: int) -> ChunkWriter:
             # Made by a chunk's first write; of two threads that do so at once one wins.
             found = writers.get(index)
-            return found or writers.setdefault(index, self._store.writer(where, index))
+            return found or writers.setdefault(
+                index, self._store.writer(where, index, stored=room.chunk_stored)
+            )
 
         try:
             if needed:
@@ -213,7 +214,7 @@ class Transfers:
             try:
                 await self._abandon_left(writers)
             finally:
-                ledger.unreserve(tenant, file_size_bytes, let_in)
+                room.close()
         return dict.fromkeys(refused, _REFUSED) | verdicts
 
     async def _keep_known(self, where: ChunkLocations, missing: Sequence[int]) -> None:

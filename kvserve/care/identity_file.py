@@ -9,6 +9,7 @@ from kvserve.format.identity import ENCODED_SIZE_BYTES_MAX, decode_identity
 from kvserve.fs import FileSystem
 from kvserve.model import ModelIdentity
 from kvserve.store.paths import IDENTITY_NAME
+from kvserve.store.small_file import read_small_blocking
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +60,3 @@ def read_namespace_blocking(fs: FileSystem, directory: str) -> NamespaceIdentity
         fault = f"the identity file is that of {identity.namespace}"
         return NamespaceIdentity(name, encoded, fault=fault)
     return NamespaceIdentity(name, encoded, identity)
-
-
-def read_small_blocking(fs: FileSystem, path: str, size_bytes_max: int) -> bytes | None:
-    """A whole small file, or None if it is missing; of a larger one `size_bytes_max` + 1 bytes.
-
-    Raises:
-        StorageError, Overloaded: it cannot be read.
-    """
-    fd = fs.open_read(path)
-    if fd is None:
-        return None
-    try:
-        buffer = bytearray(size_bytes_max + 1)
-        got = fs.read_into(fd, memoryview(buffer), 0)
-    finally:
-        fs.close(fd)
-    return bytes(buffer[:got])

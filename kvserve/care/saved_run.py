@@ -7,11 +7,11 @@ started last; the other notices and saves nothing more.
 import json
 from dataclasses import dataclass
 
-from kvserve.care.identity_file import read_small_blocking
 from kvserve.care.tally import Tally
 from kvserve.errors import InvalidRequest, StorageError, StorageUnavailable
 from kvserve.fs import FileSystem
 from kvserve.store.paths import FSCK_DIR
+from kvserve.store.small_file import read_small_blocking, replace_small_blocking
 from kvserve.store.tree import FAN, Parts
 
 _VERSION = 1
@@ -73,21 +73,9 @@ class SavedRun:
                 "tally": progress.tally.to_json(),
             }
         ).encode()
+        # Synced: the state may be what is asked for after a power loss.
         temp = f"{self._path}.new"
-        self._fs.unlink(temp)
-        self._fs.make_dirs(self._directory)
-        try:
-            fd = self._fs.create(temp)
-        except FileExistsError as error:
-            raise StorageUnavailable(f"{temp} is another check's now") from error
-        assert fd is not None, f"{self._directory} vanished"
-        try:
-            self._fs.write_all(fd, encoded, 0)
-            # The state may be what is asked for after a power loss.
-            self._fs.sync(fd)
-        finally:
-            self._fs.close(fd)
-        self._fs.rename(temp, self._path)
+        replace_small_blocking(self._fs, self._path, encoded, temp=temp, is_synced=True)
         self._saved_at = self._modified_at()
 
     def _modified_at(self) -> float | None:

@@ -21,14 +21,14 @@ from kvserve.store.tree import (
 
 
 @dataclass(slots=True)
-class Amount:
+class DiskUse:
     """`disk_bytes` is what the files take on the disk: holes and padding make the difference."""
 
     files: int = 0
     size_bytes: int = 0
     disk_bytes: int = 0
 
-    def add(self, other: "Amount") -> None:
+    def add(self, other: "DiskUse") -> None:
         self.files += other.files
         self.size_bytes += other.size_bytes
         self.disk_bytes += other.disk_bytes
@@ -41,7 +41,7 @@ class NamespaceUsage:
     tenant: str
     identity: NamespaceIdentity
     shards: list[str] = field(default_factory=list)
-    chunks: Amount = field(default_factory=Amount)
+    chunks: DiskUse = field(default_factory=DiskUse)
 
 
 @dataclass(slots=True)
@@ -49,20 +49,20 @@ class Usage:
     """The whole tree. `unreadable` counts directories and files that could not be asked."""
 
     namespaces: list[NamespaceUsage] = field(default_factory=list)
-    quarantine: Amount = field(default_factory=Amount)
-    temporaries: Amount = field(default_factory=Amount)
+    quarantine: DiskUse = field(default_factory=DiskUse)
+    temporaries: DiskUse = field(default_factory=DiskUse)
     unknown: int = 0
     unreadable: int = 0
 
-    def tenants(self) -> dict[str, Amount]:
+    def tenants(self) -> dict[str, DiskUse]:
         """Chunks by tenant, in the order of their names."""
-        found: dict[str, Amount] = {}
+        found: dict[str, DiskUse] = {}
         for namespace in self.namespaces:
-            found.setdefault(namespace.tenant, Amount()).add(namespace.chunks)
+            found.setdefault(namespace.tenant, DiskUse()).add(namespace.chunks)
         return found
 
-    def chunks(self) -> Amount:
-        total = Amount()
+    def chunks(self) -> DiskUse:
+        total = DiskUse()
         for namespace in self.namespaces:
             total.add(namespace.chunks)
         return total
@@ -114,11 +114,11 @@ def _measure_quarantine(fs: FileSystem, directory: str, usage: Usage) -> None:
         usage.unreadable += 1
 
 
-def _add(fs: FileSystem, path: str, amount: Amount, usage: Usage) -> None:
+def _add(fs: FileSystem, path: str, amount: DiskUse, usage: Usage) -> None:
     try:
         info = fs.stat(path)
     except StorageError:
         usage.unreadable += 1
         return
     if info is not None:
-        amount.add(Amount(1, info.size_bytes, info.disk_bytes))
+        amount.add(DiskUse(1, info.size_bytes, info.disk_bytes))

@@ -21,7 +21,7 @@ from kvserve.care.fsck import FsckOptions, FsckResult, Watcher, fsck_blocking
 from kvserve.care.listing import Unlisted, Wanted, chunks_blocking
 from kvserve.care.order import InOrder
 from kvserve.care.tally import Finding, Kind
-from kvserve.care.usage import Amount, Usage, usage_blocking
+from kvserve.care.usage import DiskUse, Usage, usage_blocking
 from kvserve.config import StoreConfig
 from kvserve.errors import InvalidRequest, KvserveError
 from kvserve.fs import PosixFileSystem
@@ -294,7 +294,7 @@ def _show_usage(root: Path, usage: Usage) -> None:
         console.print(f"{usage.unknown} not kvserve's, {usage.unreadable} unreadable: see fsck")
 
 
-def _columns(amount: Amount) -> tuple[str, str, str]:
+def _columns(amount: DiskUse) -> tuple[str, str, str]:
     return f"{amount.files:,}", decimal(amount.size_bytes), decimal(amount.disk_bytes)
 
 

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from kvserve.errors import KvserveError, StorageError, StorageFull, StorageUnavailable
@@ -261,7 +262,14 @@ class ChunkStore:
             self._discard_known(path)
         return verdict
 
-    def writer(self, where: ChunkLocations, chunk_index: int) -> ChunkWriter:
+    def writer(
+        self,
+        where: ChunkLocations,
+        chunk_index: int,
+        *,
+        stored: Callable[[], None] = lambda: None,
+    ) -> ChunkWriter:
+        """`stored` is called when the chunk is on the tree and counted there."""
         return ChunkWriter(
             self.fs,
             self.open_chunks,
@@ -270,10 +278,13 @@ class ChunkStore:
             geometry=where.geometry,
             chunk_hash=where.descriptor.chunk_hashes[chunk_index],
             survives_power_loss=self._policy.survives_power_loss,
-            published_blocking=self._published(where, chunk_index),
+            published_blocking=self._published(where, chunk_index, stored),
+            unpublish_blocking=partial(self.delete_blocking, where, chunk_index),
         )
 
-    def _published(self, where: ChunkLocations, chunk_index: int) -> Callable[[bool], None]:
+    def _published(
+        self, where: ChunkLocations, chunk_index: int, stored: Callable[[], None]
+    ) -> Callable[[bool], None]:
         def published_blocking(is_new: bool) -> None:
             path = where.path(chunk_index)
             directory = path.rpartition("/")[0]
@@ -281,6 +292,7 @@ class ChunkStore:
             if is_new:
                 size_bytes = where.geometry.file_size_bytes
                 self.ledger.changed(where.descriptor.tenant, directory, size_bytes, 1)
+            stored()
             # Not "seen": what another thread deletes at this moment must not stay known.
             self._known.appeared(where.known_key(chunk_index))
 

@@ -40,7 +40,7 @@ _UNREADABLE_MAX = 16
 
 @dataclass(slots=True)
 class EvictionResult:
-    """Counts of one round."""
+    """Counts of one round. `held`: picked, but leased, pinned, under a floor, or used just now."""
 
     evicted: Amount = field(default_factory=Amount)
     held: int = 0
@@ -74,7 +74,8 @@ class Evictor:
         self._stubborn: dict[str, float] = {}
 
     def relieve_blocking(self, pressure: Pressure) -> Iterator[EvictionResult]:
-        """Evicts until the pressure is gone or every chunk was looked at once.
+        """Evicts until the pressure is gone or every chunk of some shards was looked at once; a
+        tree of many shards gets its other ones in later rounds.
 
         Yields the running counts after each step, so that the caller sets the pace.
         """
@@ -146,34 +147,33 @@ class Evictor:
             self._exchange.announce_picks_blocking(keys.values(), now)
             leased = self._exchange.leased_by_others_blocking(now)
             for candidate, key in keys.items():
-                is_gone = (
+                may_go = (
                     self._clock() - now < _PICKS_HOLD_S
                     and key not in leased
                     and not self._exchange.leases.holds(key)
                     and (not for_others or self._may_take(candidate))
-                    and self._delete(candidate, key, result)
                 )
-                if is_gone:
+                if not may_go:
+                    result.held += 1
+                elif self._delete(candidate, key, result):
                     result.evicted += Amount(candidate.size_bytes, 1)
                     outcomes[key] = RecordKind.GONE
-                else:
-                    result.held += 1
         finally:
             self._exchange.announce_outcomes_blocking(outcomes, now)
 
     def _may_take(self, candidate: Candidate) -> bool:
-        ledger = self._ledger
-        above = above_floor(ledger.quotas, ledger.usage(), candidate.tenant)
-        return above >= candidate.size_bytes
+        return self._ledger.above_floor(candidate.tenant) >= candidate.size_bytes
 
     def _delete(self, candidate: Candidate, key: int, result: EvictionResult) -> bool:
         path = f"{candidate.directory}/{candidate.name}"
         try:
             # Looked at again, after it was announced: pinned, used or replaced meanwhile?
             found = self._fs.stat(path)
-            if found is None or found.is_marked or found.modified_at > candidate.used_at:
+            if found is None:
                 return False
-            if not self._open_chunks.forget_idle(path):
+            is_wanted = found.is_marked or found.modified_at > candidate.used_at
+            if is_wanted or not self._open_chunks.forget_idle(path):
+                result.held += 1
                 return False
             is_gone = self._fs.unlink(path)
         except StorageError as error:

@@ -14,7 +14,14 @@ not at all; the next count corrects that.
 import threading
 from collections.abc import Mapping
 
-from kvserve.policy.quota import Amount, Pressure, Quotas, chunks_allowed, pressures
+from kvserve.policy.quota import (
+    Amount,
+    Pressure,
+    Quotas,
+    above_floor,
+    chunks_allowed,
+    pressures,
+)
 
 UsageByTenant = dict[str, Amount]
 
@@ -40,8 +47,8 @@ class Ledger:
     def __repr__(self) -> str:
         return f"<Ledger {self._total.size_bytes} bytes, {self._total.files} files>"
 
-    def reserve(self, tenant: str, chunk_size_bytes: int, chunks: int) -> int:
-        """Lets in as many of `chunks` new chunks as the limits allow; returns how many."""
+    def reserve(self, tenant: str, chunk_size_bytes: int, chunks: int) -> "Reservation":
+        """Lets in as many of `chunks` new chunks as the limits allow."""
         with self._lock:
             allowed = chunks_allowed(
                 self.quotas,
@@ -53,12 +60,15 @@ class Ledger:
             if allowed is not None:
                 chunks = min(chunks, allowed)
             self._count(self._reserved, tenant, Amount(chunks * chunk_size_bytes, chunks))
-            return chunks
+            return Reservation(self, tenant, chunk_size_bytes, chunks)
 
-    def unreserve(self, tenant: str, chunk_size_bytes: int, chunks: int) -> None:
+    def unreserve(self, room: "Reservation", chunks: int) -> None:
         """Chunks that were let in are stored (and counted as such), or will not be."""
         with self._lock:
-            self._count(self._reserved, tenant, Amount(-chunks * chunk_size_bytes, -chunks))
+            chunks = min(chunks, room.left_chunks)
+            room.left_chunks -= chunks
+            size_bytes = chunks * room.chunk_size_bytes
+            self._count(self._reserved, room.tenant, Amount(-size_bytes, -chunks))
 
     def changed(self, tenant: str, directory: str, size_bytes: int, files: int) -> None:
         """Files in `directory` came (or, negative, went) with so many bytes in all."""
@@ -88,6 +98,11 @@ class Ledger:
         with self._lock:
             self._base = dict(base)
             self._sum_up()
+
+    def above_floor(self, tenant: str) -> int:
+        """Bytes that eviction for the others may take from a tenant."""
+        with self._lock:
+            return above_floor(self.quotas, self._usage, tenant)
 
     def pressures(self) -> list[Pressure]:
         with self._lock:
@@ -138,6 +153,25 @@ class Ledger:
             for tenant, amount in part.items():
                 _add(self._usage, tenant, amount)
                 self._total += amount
+
+
+class Reservation:
+    """What one store may still store. Safe from any thread."""
+
+    def __init__(self, ledger: Ledger, tenant: str, chunk_size_bytes: int, chunks: int) -> None:
+        self._ledger = ledger
+        self.tenant = tenant
+        self.chunk_size_bytes = chunk_size_bytes
+        self.chunks = chunks
+        self.left_chunks = chunks
+
+    def chunk_stored(self) -> None:
+        """One of the chunks is on the tree and counted there; harmless after `close`."""
+        self._ledger.unreserve(self, 1)
+
+    def close(self) -> None:
+        """The store has ended: the other chunks will not come."""
+        self._ledger.unreserve(self, self.left_chunks)
 
 
 def _add(to: UsageByTenant, tenant: str, amount: Amount) -> None:

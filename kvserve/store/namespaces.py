@@ -11,6 +11,7 @@ from kvserve.format.identity import ENCODED_SIZE_BYTES_MAX, differences, model_o
 from kvserve.fs import FileSystem
 from kvserve.model import ChunkKey
 from kvserve.store.paths import IDENTITY_NAME, TempNames, chunk_path, namespace_dir
+from kvserve.store.small_file import read_small_blocking
 from kvserve.store.temp_file import TempFile
 
 _KNOWN_MAX = 4096
@@ -61,21 +62,11 @@ class Namespaces:
         siblings = sorted(self._fs.list_dir(f"{self._root}/{key.tenant}"))
         for name in siblings[:_SIBLINGS_MAX]:
             directory = f"{self._root}/{key.tenant}/{name}"
-            encoded = self._read_identity(f"{directory}/{IDENTITY_NAME}")
+            path = f"{directory}/{IDENTITY_NAME}"
+            encoded = read_small_blocking(self._fs, path, ENCODED_SIZE_BYTES_MAX)
             if encoded is None or model_of(encoded) != key.identity.model:
                 continue
             if self._fs.stat(chunk_path(f"{directory}/{shard}", key.chunk_hash)) is not None:
                 fields = "; ".join(differences(key.identity.encoded, encoded))
                 return f"stored under another identity, which differs in {fields}"
         return ""
-
-    def _read_identity(self, path: str) -> bytes | None:
-        fd = self._fs.open_read(path)
-        if fd is None:
-            return None
-        try:
-            buffer = bytearray(ENCODED_SIZE_BYTES_MAX)
-            got = self._fs.read_into(fd, memoryview(buffer), 0)
-        finally:
-            self._fs.close(fd)
-        return bytes(buffer[:got])

@@ -51,10 +51,13 @@ class ChunkWriter:
         chunk_hash: bytes,
         survives_power_loss: bool,
         published_blocking: Callable[[bool], None],
+        unpublish_blocking: Callable[[], object],
     ) -> None:
-        """`published_blocking(is_new)` is called after the rename; not new: it replaced a file."""
+        """`published_blocking(is_new)` is called after the rename; not new: it replaced a file.
+        `unpublish_blocking` deletes the chunk, where its name cannot be made to stay."""
         self.path = path
         self._published_blocking = published_blocking
+        self._unpublish_blocking = unpublish_blocking
         self._fs = fs
         self._geometry = geometry
         self._chunk_hash = chunk_hash
@@ -130,9 +133,9 @@ class ChunkWriter:
             if self._file.has_moved:
                 self._check_slices(slice_checksums)
             is_new = self._file.publish_blocking(self._check)
+            self._published_blocking(is_new)
             if self._survives_power_loss:
                 self._sync_name()
-            self._published_blocking(is_new)
         finally:
             self.abandon_blocking()
 
@@ -170,5 +173,5 @@ class ChunkWriter:
             self._fs.sync_dir(self.path.rpartition("/")[0])
         except StorageError:
             # Else a repeated put would find the chunk and acknowledge what may not survive.
-            self._fs.unlink(self.path)
+            self._unpublish_blocking()
             raise

@@ -43,10 +43,13 @@ class Recency:
                 chunk.used_at = use_stamp(now, index)
                 self._notes[chunk.path] = chunk.used_at
 
-    def stored(self, path: str, chunk_index: int, now: float) -> None:
+    def stored(self, paths: Sequence[str], indexes: Sequence[int], now: float) -> None:
+        """The chunks at these places of a prefix were stored; `paths` has all of the prefix."""
         with self._lock:
-            if len(self._notes) < _NOTES_MAX:
-                self._notes[path] = use_stamp(now, chunk_index)
+            for index in indexes:
+                if len(self._notes) >= _NOTES_MAX:
+                    return
+                self._notes[paths[index]] = use_stamp(now, index)
 
     def flush_blocking(self) -> int:
         """Stamps some of the noted files; returns how many are left.

@@ -36,7 +36,7 @@ def sweep_blocking(
     """One round; yields the running counts after each directory, so that the caller sets the pace.
 
     Raises:
-        StorageError: the tree cannot be listed at all.
+        StorageError: this server cannot show that it lives. What cannot be listed is counted.
     """
     owner.beat_blocking()  # ages are counted from this moment
     dead = owner.dead_blocking()

@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvserve.errors import StorageUnavailable
 from kvserve.fs import FileSystem
 from kvserve.policy.quota import Amount
 from kvserve.store.ledger import UsageByTenant
 from kvserve.store.paths import USAGE_DIR
+from kvserve.store.small_file import read_small_blocking, replace_small_blocking
 
 log = logging.getLogger(__name__)
 
@@ -128,17 +128,11 @@ class UsageFiles:
 
     def _read(self, name: str) -> dict[str, Any]:
         path = f"{self._directory}/{name}"
-        fd = self._fs.open_read(path)
-        if fd is None:
+        encoded = read_small_blocking(self._fs, path, _SIZE_BYTES_MAX)
+        if encoded is None:
             return {}
         try:
-            size = min(self._fs.stat_open(fd).size_bytes, _SIZE_BYTES_MAX)
-            buffer = bytearray(size)
-            got = self._fs.read_into(fd, memoryview(buffer), 0)
-        finally:
-            self._fs.close(fd)
-        try:
-            record = json.loads(buffer[:got])
+            record = json.loads(encoded)
         except (ValueError, RecursionError) as error:
             log.warning("%s is not readable (%s): usage is off until the next count", path, error)
             return {}
@@ -146,17 +140,9 @@ class UsageFiles:
 
     def _write(self, name: str, record: object) -> None:
         path = f"{self._directory}/{name}"
-        temp = f"{path}.{self._tag}"
-        self._fs.make_dirs(self._directory)
-        self._fs.unlink(temp)
-        fd = self._fs.create(temp)
-        if fd is None:
-            raise StorageUnavailable(f"{self._directory} vanished")
-        try:
-            self._fs.write_all(fd, json.dumps(record).encode(), 0)
-        finally:
-            self._fs.close(fd)
-        self._fs.rename(temp, path)
+        replace_small_blocking(
+            self._fs, path, json.dumps(record).encode(), temp=f"{path}.{self._tag}"
+        )
 
 
 def _plain(usage: Mapping[str, Amount]) -> dict[str, list[int]]:

@@ -378,7 +378,7 @@ class TestWhatOthersSee:
 
 class TestExpiry:
     def test_not_used_for_the_ttl(self, start: Start) -> None:
-        server = start(chunks=4, capacity={"ttl_s": 100.0})
+        server = start(chunks=4, capacity={"ttl_s": 100.0, "touch_interval_s": 10.0})
         server.put()
         server.used(1, 101)
         server.used(2, 90)

@@ -215,6 +215,27 @@ class TestFailingPuts:
         with pytest.raises(StorageUnavailable):
             tree.put(0)
         assert tree.status(0) == ABSENT
+        assert tree.ledger.usage() == {}
+
+    def test_one_that_replaced_another_takes_it_out_of_the_books(self, tmp_path: Path) -> None:
+        class UnsyncedNames(PosixFileSystem):
+            refuses = False
+
+            def sync_dir(self, path: str) -> None:
+                if self.refuses:
+                    raise StorageUnavailable("fsync: EIO")
+
+        fs = UnsyncedNames()
+        tree = Tree(tmp_path / "kv", fs=fs, survives_power_loss=True)
+        tree.put(0)
+        tree.store.open_chunks.release(tree.opened(0))
+        assert tree.status(0) == HIT
+        fs.refuses = True
+        with pytest.raises(StorageUnavailable):
+            tree.put(0)
+        assert tree.ledger.usage() == {}
+        assert tree.store.unknown(tree.where) == dict.fromkeys(range(5))
+        assert tree.open(0) == ABSENT, "not from a descriptor that was kept"
 
 
 class TestGivenUp:

@@ -93,16 +93,22 @@ def test_an_abandoned_count_leaves_nothing_for_the_next() -> None:
 
 def test_what_is_let_in_counts_until_it_is_stored_or_not() -> None:
     ledger = Ledger(Quotas(Amount(1000, 0), default=TenantQuota(Amount(0, 8))))
-    assert ledger.reserve("a", 100, 20) == 8, "the tenant's files"
-    assert ledger.reserve("b", 100, 20) == 2, "what is left of the total"
-    assert ledger.reserve("c", 100, 1) == 0
-    for _ in range(8):
+    first, second = ledger.reserve("a", 100, 20), ledger.reserve("b", 100, 20)
+    assert first.chunks == 8, "the tenant's files"
+    assert second.chunks == 2, "what is left of the total"
+    assert ledger.reserve("c", 100, 1).chunks == 0
+    for _ in range(6):
         ledger.changed("a", DIRECTORIES[0], 100, 1)
-    ledger.unreserve("a", 100, 8)
-    ledger.unreserve("b", 100, 2)
-    assert ledger.usage() == {"a": Amount(800, 8)}
-    assert ledger.reserve("a", 100, 1) == 0
-    assert ledger.reserve("b", 100, 9) == 2
+        first.chunk_stored()
+        assert ledger.usage()["a"] == Amount(800, 8), "counted once all the time"
+    first.close()
+    second.close()
+    assert ledger.usage() == {"a": Amount(600, 6)}
+    first.chunk_stored()  # a rename that hung
+    second.close()
+    assert ledger.usage() == {"a": Amount(600, 6)}
+    assert ledger.reserve("a", 100, 9).chunks == 2
+    assert ledger.reserve("b", 100, 9).chunks == 2
 
 
 def test_usage_is_the_base_and_the_own_changes_and_what_is_let_in() -> None:
@@ -123,10 +129,10 @@ def test_tenants_with_nothing_leave_no_entry() -> None:
     """Names are the clients' to choose."""
     ledger = Ledger(Quotas())
     for number in range(1000):
-        ledger.reserve(f"t{number}", 10, 1)
+        room = ledger.reserve(f"t{number}", 10, 1)
         ledger.changed(f"t{number}", DIRECTORIES[0], 10, 1)
         ledger.changed(f"t{number}", DIRECTORIES[0], -10, -1)
-        ledger.unreserve(f"t{number}", 10, 1)
+        room.close()
     assert ledger.usage() == {}
     assert ledger.own_changes() == {}
     assert repr(ledger) == "<Ledger 0 bytes, 0 files>"

@@ -38,7 +38,7 @@ def test_a_prefix_is_stamped_from_its_head_down(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in "abc"]
     notes = recency()
     notes.fetched([chunk(paths[0]), None, chunk(paths[2])], NOW)
-    notes.stored(str(paths[1]), 1, NOW)
+    notes.stored([str(path) for path in paths], [1], NOW)
     paths[1].touch()
     assert notes.flush_blocking() == 0
     assert [used_at(path) for path in paths] == [use_stamp(NOW, index) for index in range(3)]
@@ -72,7 +72,7 @@ def test_notes_are_bounded_and_written_some_at_a_time(
     notes = recency()
     chunks = [chunk(tmp_path / str(number)) for number in range(8)]
     notes.fetched(chunks, NOW)
-    notes.stored("x", 0, NOW)
+    notes.stored(["x"], [0], NOW)
     assert len(notes) == 5
     assert [it.used_at for it in chunks[5:]] == [0.0] * 3, "due again at the next use"
     assert [notes.flush_blocking() for _ in range(3)] == [3, 1, 0]
