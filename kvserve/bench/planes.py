@@ -15,7 +15,7 @@ from kvserve.bench.tcp_ceiling import TcpRead, tcp_ceiling_server
 from kvserve.bench.workspace import Settings, Workspace, touched
 from kvserve.store.locations import ChunkLocations
 
-RATIO_MIN = 0.70
+RATIO_MIN = 0.85
 _SERIES = 0
 _CASES, _OTHER_STEPS = 2 * len(PLANES) + 2, 2 * len(PLANES) + 1
 

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvclient import AsyncClient
+from kvclient.channel import Channel, Rpcs
 from kvserve.rpc.server import Server
 
 
@@ -18,3 +19,10 @@ def plane(request: pytest.FixtureRequest) -> str:
 async def client(server: Server, plane: str) -> AsyncIterator[AsyncClient]:
     async with AsyncClient(server.address, timeout_s=20, plane=plane) as client:
         yield client
+
+
+@pytest.fixture
+async def rpcs(server: Server) -> AsyncIterator[Rpcs]:
+    channel = Channel(server.address, 2.0)
+    yield await channel.connected("Fetch")
+    await channel.close()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from kvclient import (
     ServerUnavailable,
     SharedRegion,
 )
-from kvclient.channel import Channel, Rpcs
+from kvclient.channel import Rpcs
 from kvclient.planes.shm import spans_of
 from kvclient.planes.tcp import DataConnections
 from kvserve.format.messages import descriptor_to_pb
@@ -41,13 +41,6 @@ SIZE_BYTES = small_descriptor().payload_size_bytes
 @pytest.fixture
 def plane() -> str:
     return "shm"
-
-
-@pytest.fixture
-async def rpcs(server: Server) -> AsyncIterator[Rpcs]:
-    channel = Channel(server.address, 2.0)
-    yield await channel.connected("Fetch")
-    await channel.close()
 
 
 class TestMemory:

@@ -21,7 +21,7 @@ from kvclient import (
     ServerUnavailable,
     TransferCancelled,
 )
-from kvclient.channel import Channel, Rpcs
+from kvclient.channel import Rpcs
 from kvserve.data_socket import DataSocket
 from kvserve.format.chunk_file import checksum
 from kvserve.format.frames import FrameHeader
@@ -47,13 +47,6 @@ StartServer = Callable[..., Awaitable[Server]]
 @pytest.fixture
 def plane() -> str:
     return "tcp"
-
-
-@pytest.fixture
-async def rpcs(server: Server) -> AsyncIterator[Rpcs]:
-    channel = Channel(server.address, 2.0)
-    yield await channel.connected("Fetch")
-    await channel.close()
 
 
 async def connected(address: str) -> DataSocket:
