@@ -4,7 +4,6 @@ writing is touched; a check that is killed goes on where it was."""
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -230,19 +229,19 @@ def test_repair_then_a_real_server_serves_what_is_left(root: Path) -> None:
 
 
 CHILD = """
-import os, sys, threading
+import itertools, os, sys, threading
 from kvserve.care.fsck import FsckOptions, fsck_blocking
 from kvserve.fs import PosixFileSystem
 
 class Hanging(PosixFileSystem):
-    opened = 0
+    numbers = itertools.count(1)  # one for each, also of threads that open at once
     def open_read(self, path):
         if len(path.rpartition("/")[2]) == 64:
-            self.opened += 1
+            number = next(self.numbers)
             os.write(1, (path + "\\n").encode())
-            if self.opened == int(sys.argv[2]):
+            if number == int(sys.argv[2]):
                 os.write(1, b"HANGS\\n")
-            if self.opened >= int(sys.argv[2]):
+            if number >= int(sys.argv[2]):
                 threading.Event().wait()
         return super().open_read(path)
 
@@ -257,21 +256,22 @@ def test_sigkill_then_resume_covers_every_file_exactly(root: Path, mode: str) ->
     expected = damage(tree)
     (root / "lost+found" / "deep" / "file").unlink()
     files = {str(path) for path in root.rglob("?" * 64) if path.is_file()}
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(root), "30", mode], stdout=subprocess.PIPE, text=True
-    )
-    assert child.stdout is not None
     opened = []
-    for line in child.stdout:
-        if line == "HANGS\n":
-            break
-        opened.append(line.strip())
-    # The thread that saves may be behind the ones that read.
-    deadline = time.monotonic() + 20
-    while not (root / ".fsck" / "state").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    os.kill(child.pid, signal.SIGKILL)
-    child.communicate()
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(root), "30", mode], stdout=subprocess.PIPE, text=True
+    ) as child:
+        try:
+            assert child.stdout is not None
+            for line in child.stdout:
+                if line == "HANGS\n":
+                    break
+                opened.append(line.strip())
+            # The thread that saves may be behind the ones that read.
+            deadline = time.monotonic() + 20
+            while not (root / ".fsck" / "state").exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+        finally:
+            child.kill()
     assert len(opened) >= 25
     assert (root / ".fsck" / "state").exists()
     repair = ("--repair",) if mode == "repair" else ()
