@@ -1,5 +1,6 @@
 """Fixtures that every test may use, and two guards: uvloop as the loop, no blocking call on it."""
 
+import gc
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,12 @@ _FILE_CALLS = ("open", "pread", "preadv", "pwrite", "pwritev", "fsync", "fdatasy
 
 def pytest_asyncio_loop_factories(config: object, item: object) -> dict[str, Callable[..., object]]:
     return {"uvloop": uvloop.new_event_loop}
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported stays: collections in tests then cost milliseconds, with torch too."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """A store on a real tree, in short words for what tests do to it; a file system that fails."""
 
-import os
 import time
 from pathlib import Path
 from random import Random
@@ -129,7 +128,3 @@ class Tree:
 
     def quarantined(self) -> list[str]:
         return [name for name in self.files() if name.startswith(".quarantine/")]
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))

@@ -10,7 +10,8 @@ import pytest
 from kvserve.errors import StorageUnavailable
 from kvserve.fs import PosixFileSystem
 from kvserve.model import ChunkStatus, Verdict
-from tests.contract.store_tree import ABSENT, HIT, SIZES, Tree, open_files
+from tests.contract.store_tree import ABSENT, HIT, SIZES, Tree
+from tests.descriptors import open_files
 from tests.unit.samples import HYBRID, descriptor_of, slice_of
 
 

@@ -19,8 +19,9 @@ from kvserve.store.temp_file import TempFile
 from kvserve.testing.faulty_fs import CHANGING, READING
 from kvserve.testing.full_targets import FullTargetsFileSystem
 from tests.contract.file_system_contract import run_together
-from tests.contract.store_tree import ABSENT, HIT, SIZES, Tree, open_files
+from tests.contract.store_tree import ABSENT, HIT, SIZES, Tree
 from tests.contract.test_posix import OnDisk
+from tests.descriptors import open_files
 from tests.unit.samples import descriptor_of, slice_of
 
 FILE_SIZE = 16384

@@ -17,7 +17,8 @@ from kvserve.errors import StorageFull, StorageUnavailable
 from kvserve.fs import PosixFileSystem
 from kvserve.model import Verdict
 from kvserve.testing.faulty_fs import FaultyFileSystem
-from tests.contract.store_tree import ABSENT, HIT, SIZES, Tree, open_files
+from tests.contract.store_tree import ABSENT, HIT, SIZES, Tree
+from tests.descriptors import open_files
 from tests.unit.samples import slice_of
 
 

@@ -10,7 +10,8 @@ from kvserve.model import ChunkStatus, Verdict
 from kvserve.store.open_chunks import OpenChunk
 from kvserve.testing.faulty_fs import FaultyFileSystem
 from tests.contract.file_system_contract import run_together
-from tests.contract.store_tree import SIZES, Tree, open_files
+from tests.contract.store_tree import SIZES, Tree
+from tests.descriptors import open_files
 from tests.unit.samples import slice_of
 
 

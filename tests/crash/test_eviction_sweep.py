@@ -4,7 +4,6 @@ Afterwards chunks are whole or gone, what is leased is there, nothing is told to
 there, usage agrees with the tree once it is counted, and the next round works.
 """
 
-import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from kvserve.store.journal import RecordKind, read_all_blocking
 from kvserve.testing.stepped_fs import SteppedFileSystem
 from tests.contract.eviction_world import EvictingServer
 from tests.contract.test_eviction import count_tree
+from tests.descriptors import open_files
 
 CHUNKS = 6
 LEASED, PINNED = {0, 1}, 2
@@ -69,7 +69,7 @@ def fail_at(fs: SteppedFileSystem, number: int) -> None:
 
 
 def test_every_call_of_a_round_fails_once(tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     for number in range(1, 500):
         scene = Scene(tmp_path / str(number))
         fail_at(scene.evicting.fs, number)
@@ -88,7 +88,7 @@ def test_every_call_of_a_round_fails_once(tmp_path: Path) -> None:
         scene.close()
         if not has_failed:
             assert number > 25, "the sweep covers a whole round"
-            assert len(os.listdir("/proc/self/fd")) == before, "descriptors leaked"
+            assert open_files() == before, "descriptors leaked"
             return
     raise AssertionError("the sweep did not end")
 

@@ -27,6 +27,7 @@ from kvserve.store.evict import EvictionResult
 from kvserve.store.open_chunks import OpenChunk
 from kvserve.store.publish import ChunkWriter
 from kvserve.testing.faulty_fs import CHANGING, READING, FaultyFileSystem
+from tests.descriptors import open_files
 from tests.trees import tree_on
 from tests.unit.samples import SMALL, descriptor_of, slice_of
 
@@ -48,7 +49,7 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.root = Path(mkdtemp(prefix="kvserve-test-"))
-        self.baseline = len(os.listdir("/proc/self/fd"))
+        self.baseline = open_files()
         # A server that starts again has another tag.
         self.tags = (f"{one}{other.upper()}3" for one, other in permutations(ascii_lowercase, 2))
         self.trees = [self._tree(), self._tree()]
@@ -332,7 +333,7 @@ class StoreMachine(RuleBasedStateMachine):
         for server in range(2):
             self._close(server)
         shutil.rmtree(self.root)
-        assert len(os.listdir("/proc/self/fd")) == self.baseline, "descriptors leaked"
+        assert open_files() == self.baseline, "descriptors leaked"
 
 
 TestStoreAgainstADict = StoreMachine.TestCase

@@ -1,7 +1,6 @@
 """Handles end: by completion, error, cancel or deadline; the region is quiet afterwards (T6)."""
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -25,15 +24,12 @@ from kvserve.format.frames import FrameHeader, encode_prefix
 from kvserve.format.messages import SERVICE
 from kvserve.rpc.server import Server
 from kvserve.v1 import kvserve_pb2 as pb
+from tests.descriptors import open_files
 from tests.payload import payload_for, small_descriptor, store_all
 
 
 def temp_files(root: Path) -> list[Path]:
     return [path for path in root.rglob(".*") if path.is_file()]
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 async def until(is_true: Callable[[], bool], timeout_s: float = 5.0) -> None:

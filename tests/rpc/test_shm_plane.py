@@ -32,6 +32,7 @@ from kvserve.format.records import RegionHead, encode_region
 from kvserve.rpc.server import Server
 from kvserve.testing.server_process import ServerProcess
 from kvserve.transfer.planes import shm
+from tests.descriptors import open_files
 from tests.payload import payload_for, small_descriptor, store_all
 from tests.rpc.test_planes import large, until, until_quiet
 
@@ -146,12 +147,12 @@ class TestMemory:
         await self._told(rpcs, region.fd)
         await until_quiet(server)
         await asyncio.sleep(0.05)
-        before = len(os.listdir("/proc/self/fd"))
+        before = open_files()
         for spans in ([(1, SIZE_BYTES)], [(0, 1)]):
             for _ in range(5):
                 await self._told(rpcs, region.fd, spans)
         await until_quiet(server)
-        await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+        await until(lambda: open_files() <= before)
 
 
 class TestRegions:

@@ -1,6 +1,5 @@
 """Running `lfs` within its time, and reading what it prints."""
 
-import os
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from kvserve.fs.lfs import (
     parse_layout,
     parse_space,
 )
+from tests.descriptors import open_files
 from tests.unit.fs.recorded_lfs import (
     DF,
     DIRECTORY_PLAIN,
@@ -73,7 +73,7 @@ class TestRunning:
 
     def test_one_that_hangs_is_killed_with_what_it_started(self, lfs: RecordedLfs) -> None:
         lfs.hangs("df")
-        before = len(os.listdir("/proc/self/fd"))
+        before = open_files()
         hung = Lfs(0.3)
         started = time.monotonic()
         with pytest.raises(StorageUnavailable, match=r"df /kv: did not end within 0\.3 s"):
@@ -82,7 +82,7 @@ class TestRunning:
             hung.run_blocking("df", "/kv")
         assert time.monotonic() - started < 10, "the sleeping child of the script holds the pipes"
         assert len(lfs.asked) == 1
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert open_files() == before
 
 
 class TestLayouts:

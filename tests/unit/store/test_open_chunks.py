@@ -9,6 +9,7 @@ from kvserve.format.chunk_file import ChunkGeometry, checksum
 from kvserve.fs import PosixFileSystem
 from kvserve.model import ChunkStatus, Verdict
 from kvserve.store.open_chunks import OpenChunk, OpenChunks
+from tests.descriptors import open_files
 from tests.unit.samples import SMALL, descriptor_of, slice_of
 
 DESCRIPTOR = descriptor_of(chunks=8)
@@ -61,10 +62,6 @@ class Cache:
         )
         assert isinstance(found, OpenChunk), found
         return found
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def first_layer(chunk: OpenChunk) -> bytes:
