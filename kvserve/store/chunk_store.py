@@ -99,11 +99,10 @@ class ChunkStore:
         """The chunks that were not seen on the tree lately: a miss if they were missed there
         lately, None if the tree must be asked. Does no I/O; see `KnownChunks`."""
         self._known.refresh()
-        has, lacks = self._known.has, self._known.lacks
+        keys, lacks = where.known_keys, self._known.lacks
         return {
-            index: self._absent(key) if lacks(key) else None
-            for index, key in enumerate(where.known_keys)
-            if not has(key)
+            index: self._absent(keys[index]) if lacks(keys[index]) else None
+            for index in self._known.unknown(keys)
         }
 
     def failing(self, where: ChunkLocations, indexes: Iterable[int]) -> dict[int, Verdict]:
