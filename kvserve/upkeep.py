@@ -165,6 +165,7 @@ class Upkeep:
 
     def _exchange_blocking(self) -> None:
         tree = self._tree
+        tree.store.check_mounted_blocking()  # else the files below would go where nobody looks
         tree.ledger.set_base(tree.usage_files.base_for(tree.ledger.own_changes()))
         tree.exchange.tell_blocking()
         tree.exchange.read_departures_blocking()
@@ -210,7 +211,8 @@ class Upkeep:
         counted, own = count.finish()
         tags = tree.usage_files.tags()
         tree.usage_files.write_base(counted, own, others)
-        tree.usage_files.forget({tag for tag in tags if not tree.owner.lives_blocking(tag)})
+        dead = {tag for tag in tags if not tree.owner.lives_blocking(tag)}
+        tree.usage_files.forget(dead, others)
         tree.exchange.forget_dead_blocking(tree.owner.lives_blocking, time.time())
 
     async def _relieve(self) -> None:

@@ -238,14 +238,18 @@ def _file_stat(found: os.stat_result) -> FileStat:
 
 
 def _open_fresh(path: str) -> int:
-    flags = os.O_RDONLY | os.O_CLOEXEC
+    # Not blocking: the open of a FIFO would wait for a writer that never comes. Regular files do
+    # not know the difference; reads from here on are to wait.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        return os.open(path, flags)
+        fd = os.open(path, flags)
     except OSError as error:
         if error.errno != errno.ESTALE:
             raise
-    # A directory on the way was replaced elsewhere: the system has dropped what it knew of it.
-    return os.open(path, flags)
+        # A directory on the way was replaced elsewhere: the system has dropped what it knew of it.
+        fd = os.open(path, flags)
+    os.set_blocking(fd, True)
+    return fd
 
 
 def _entry(entry: os.DirEntry[str]) -> Entry:

@@ -151,7 +151,7 @@ class ChunkStore:
                 path,
                 where.geometry,
                 where.descriptor.chunk_hashes[chunk_index],
-                reject_blocking=self._quarantine_blocking,
+                reject_blocking=partial(self._quarantine_blocking, where.geometry.file_size_bytes),
             )
         except KvserveError as error:
             found = self._unreadable(path, error)
@@ -163,6 +163,10 @@ class ChunkStore:
             self.open_chunks.release(found)
             return expired
         return found
+
+    def check_mounted_blocking(self) -> None:
+        """See `Root`."""
+        self._root.check_mounted_blocking()
 
     def explain_miss_blocking(self, key: ChunkKey) -> str:
         return self._namespaces.explain_miss_blocking(key)
@@ -220,7 +224,7 @@ class ChunkStore:
             if fd is None:
                 return
             try:
-                self._quarantine_blocking(chunk.path, fd)
+                self._quarantine_blocking(chunk.geometry.file_size_bytes, chunk.path, fd)
             finally:
                 if chunk.fd is None:
                     self.fs.close(fd)
@@ -364,15 +368,18 @@ class ChunkStore:
         self.open_chunks.close_released_blocking()
         return ChunkStatus.DELETED if is_gone else ChunkStatus.MISS_ABSENT
 
-    def _quarantine_blocking(self, path: str, fd: int) -> None:
-        """Moves the damaged file that is open as `fd` out of every reader's way, as evidence."""
+    def _quarantine_blocking(self, size_bytes: int, path: str, fd: int) -> None:
+        """Moves the damaged file that is open as `fd` out of every reader's way, as evidence.
+
+        `size_bytes`: what it counts for, however long the damage has made it.
+        """
         self.open_chunks.forget(path)
-        taken = self._quarantine.take_blocking(path, fd)
+        is_taken = self._quarantine.take_blocking(path, fd)
         self._discard_known(path)
-        if taken is not None:
+        if is_taken:
             self._failing.clear(path)
             tenant = path[len(self.root) + 1 :].split("/", 1)[0]
-            self.ledger.changed(tenant, path.rpartition("/")[0], -taken, -1)
+            self.ledger.changed(tenant, path.rpartition("/")[0], -size_bytes, -1)
 
     def _discard_known(self, path: str) -> None:
         shard, _, name = path[len(self.root) + 1 :].rsplit("/", 2)

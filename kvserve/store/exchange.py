@@ -84,7 +84,7 @@ class Exchange:
                 if self._lease_file.is_due:
                     self._lease_file.replace(self._lease_records())
                 else:
-                    self._lease_file.append(records)
+                    self._lease_file.append(records, self._lease_records)
             self.read_departures_blocking()
         except BaseException:
             # Not `release`: the owner's other leases have been promised.
@@ -107,7 +107,9 @@ class Exchange:
         """Brings the lease file up to date with what was released or has expired."""
         before = self.leases.chunks
         self.leases.drop_expired()
-        if self._is_lease_file_stale or self.leases.chunks != before:
+        with self._leasing:
+            is_lost = self._lease_file.is_lost_blocking()
+        if is_lost or self._is_lease_file_stale or self.leases.chunks != before:
             self._is_lease_file_stale = False
             try:
                 with self._leasing:
@@ -132,16 +134,17 @@ class Exchange:
         """Tells everybody, this server first, which chunks are about to be evicted."""
         records = [Record(key, RecordKind.LEAVING, now) for key in keys]
         self.departures.apply(self._tag, records)
+        # No other pick is open here: in a new file readers miss nothing.
         if self._evicted_file.is_due:
-            self._evicted_file.replace(records)  # no pick is open here: readers miss nothing
+            self._evicted_file.replace(records)
         else:
-            self._evicted_file.append(records)
+            self._evicted_file.append(records, lambda: records)
 
     def announce_outcomes_blocking(self, outcomes: Mapping[int, RecordKind], now: float) -> None:
         """Tells everybody what became of the chunks that were picked."""
         records = [Record(key, kind, now) for key, kind in outcomes.items()]
         self.departures.apply(self._tag, records)
-        self._evicted_file.append(records)
+        self._evicted_file.append(records, lambda: records)
 
     def read_departures_blocking(self) -> None:
         """Learns what other servers have evicted or are about to."""
@@ -179,7 +182,9 @@ class Exchange:
                     self._fs.unlink(path)
                     continue
                 records = read_all_blocking(self._fs, path)
-                if not any(now < it.at + _KEPT_S < now + LEASE_TTL_S_MAX for it in records):
+                counts = any(now < it.at + _KEPT_S < now + LEASE_TTL_S_MAX for it in records)
+                # Asked again: it may have come back meanwhile, and written.
+                if not counts and not lives(tag):
                     self._fs.unlink(path)
 
     def close_blocking(self) -> None:

@@ -212,9 +212,12 @@ class StorePump:
         if reporter is not None:
             # Not cancelled: its write would go on inside gRPC, and a status sent beside it is lost.
             waits.append(reporter)
-        await quiet(waits)
-        if reporter is not None and not reporter.cancelled() and reporter.exception() is not None:
-            log.debug("nobody was told of the last layers: %r", reporter.exception())
+        try:
+            await quiet(waits)
+        finally:
+            # Also if this is cancelled meanwhile: asyncio complains of errors nobody looks at.
+            if reporter is not None and not reporter.cancelled() and reporter.exception():
+                log.debug("nobody was told of the last layers: %r", reporter.exception())
 
     def _check(self) -> None:
         """Raises what makes it pointless to go on."""

@@ -14,6 +14,7 @@ class TestMine(FileSystemContract):
 tested each by itself and a pair of opposite mistakes cannot cancel out.
 """
 
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -70,6 +71,19 @@ class FileSystemContract(ABC):
         assert 0 <= fs.full_retries <= 3
 
     # open_read
+
+    def test_open_read_of_a_fifo_does_not_wait_for_a_writer(
+        self, fs: FileSystem, tree: str
+    ) -> None:
+        try:
+            os.mkfifo(f"{tree}/fifo")
+        except OSError:
+            pytest.skip("a tree without FIFOs")
+        fd = fs.open_read(f"{tree}/fifo")
+        assert fd is not None
+        with pytest.raises(StorageUnavailable):
+            fs.read_into(fd, memoryview(bytearray(8)), 0)
+        fs.close(fd)
 
     def test_open_read_of_a_missing_file_is_none(self, fs: FileSystem, tree: str) -> None:
         assert fs.open_read(f"{tree}/absent") is None

@@ -124,3 +124,23 @@ def test_a_lease_without_end_and_odd_files_hold_nothing(tmp_path: Path) -> None:
     assert other.leased_by_others_blocking(100.0) == set()
     other.forget_dead_blocking(lambda tag: False, 100.0)
     assert not (tmp_path / ".leases" / "aB3").exists()
+
+
+def test_picks_and_leases_of_a_server_whose_files_were_removed_are_seen(tmp_path: Path) -> None:
+    """Others took it for dead, for it was paused or its mount hung; it goes on all the same."""
+    one, other = exchange(tmp_path, "aB3"), exchange(tmp_path, "bC4")
+    one.grant_blocking(R, "d", [1], 60.0)
+    one.announce_picks_blocking([5], 100.0)
+    other.read_departures_blocking()
+    for place in (".leases", ".evicted"):
+        (tmp_path / place / "aB3").unlink()
+    one.announce_picks_blocking([6], 100.0)
+    other.read_departures_blocking()
+    assert other.departures.is_leaving(6)
+    one.grant_blocking(R, "e", [2], 60.0)
+    assert other.leased_by_others_blocking(100.0) == {1, 2}
+    (tmp_path / ".leases" / "aB3").unlink()
+    one.tell_blocking()
+    assert other.leased_by_others_blocking(100.0) == {1, 2}, "also where nothing is granted anew"
+    one.close_blocking()
+    other.close_blocking()
