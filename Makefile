@@ -54,7 +54,7 @@ bench: $(DEV)  ## fetch, store, lookup, planes and metadata, against ceilings ta
 	$(BIN)/kvserve bench fetch
 	$(BIN)/kvserve bench store
 	$(BIN)/kvserve bench lookup
-	$(BIN)/kvserve bench planes
+	$(BIN)/kvserve bench planes --geometry all
 	$(BIN)/kvserve bench metadata --root /dev/shm
 
 clean:  ## remove the environment and caches

@@ -11,6 +11,7 @@ from xml.sax.saxutils import escape
 
 from kvserve.bench.lookup import LookupReport
 from kvserve.bench.metadata import MetadataReport
+from kvserve.bench.planes import GeometriesReport
 from kvserve.bench.report import TransferReport, mib
 
 _ROW_PX, _BAR_PX = 34, 18
@@ -71,6 +72,32 @@ def transfer_chart(report: TransferReport) -> Chart:
             for case in report.cases
         ],
     )
+
+
+def geometries_chart(report: GeometriesReport) -> Chart:
+    """Whole prefixes only: the rows of a request for each layer are left to the table."""
+    repeats = next(iter(report.geometries.values())).repeats
+    return Chart(
+        title=f"kvserve {report.benchmark}: slices of {_slices(report)}",
+        axis="GB/s (10⁹ bytes a second), more is better",
+        legend=f"bar: median of {repeats}; tick: best",
+        rows=[
+            Row(
+                f"{name}: {case.label}",
+                case.gb_per_s_median,
+                case.gb_per_s_best,
+                not case.is_ceiling,
+            )
+            for name, of_one in report.geometries.items()
+            for case in of_one.cases
+            if "by_layer" not in case.name
+        ],
+    )
+
+
+def _slices(report: GeometriesReport) -> str:
+    units = [of_one.unit for of_one in report.geometries.values()]
+    return ", ".join(f"{unit.slice_size_bytes / 1024:g} KiB" for unit in units)
 
 
 def lookup_chart(report: LookupReport) -> Chart:

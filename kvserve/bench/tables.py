@@ -8,6 +8,7 @@ from rich.table import Table
 
 from kvserve.bench.lookup import LookupReport
 from kvserve.bench.metadata import MetadataReport
+from kvserve.bench.planes import GeometriesReport
 from kvserve.bench.report import Bar, CaseReport, ProcessReport, TransferReport, mib
 
 
@@ -28,6 +29,12 @@ def print_transfer(console: Console, report: TransferReport) -> None:
         )
     console.print(f"bytes checked against the source: {', '.join(report.verified_cases)}")
     _print_bars(console, report.bars)
+
+
+def print_geometries(console: Console, report: GeometriesReport) -> None:
+    for name, of_one in report.geometries.items():
+        console.print(f"geometry {name}", style="bold")
+        print_transfer(console, of_one)
 
 
 def print_lookup(console: Console, report: LookupReport) -> None:

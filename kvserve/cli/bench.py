@@ -21,22 +21,29 @@ from kvserve.bench.lookup import LookupReport, LookupSettings, bench_lookup
 from kvserve.bench.lookup import steps as lookup_steps
 from kvserve.bench.metadata import MetadataReport, MetadataSettings, bench_metadata
 from kvserve.bench.metadata import steps as metadata_steps
-from kvserve.bench.planes import bench_planes
+from kvserve.bench.planes import GEOMETRIES, GeometriesReport, bench_geometries, bench_planes
 from kvserve.bench.planes import steps as planes_steps
-from kvserve.bench.plot import Chart, lookup_chart, metadata_chart, render_svg, transfer_chart
+from kvserve.bench.plot import (
+    Chart,
+    geometries_chart,
+    lookup_chart,
+    metadata_chart,
+    render_svg,
+    transfer_chart,
+)
 from kvserve.bench.report import TransferReport
 from kvserve.bench.rounds import Step
 from kvserve.bench.store import bench_store
 from kvserve.bench.store import steps as store_steps
-from kvserve.bench.tables import print_lookup, print_metadata, print_transfer
+from kvserve.bench.tables import print_geometries, print_lookup, print_metadata, print_transfer
 from kvserve.bench.unit import WorkUnit
 from kvserve.bench.workspace import Settings
 from kvserve.errors import InvalidRequest
 
 bench = typer.Typer(help="Measure speed against ceilings taken in the same run.")
 
-_Report = TransferReport | LookupReport | MetadataReport
-_T = TypeVar("_T", TransferReport, LookupReport, MetadataReport)
+_Report = TransferReport | GeometriesReport | LookupReport | MetadataReport
+_T = TypeVar("_T", TransferReport, GeometriesReport, LookupReport, MetadataReport)
 
 _Chunks = Annotated[int, typer.Option(min=1, max=512, help="Chunks of the prefix.")]
 _Layers = Annotated[int, typer.Option(min=1, max=1024, help="Layers of the model.")]
@@ -111,6 +118,10 @@ def planes(
     chunks: _Chunks = _UNIT.chunk_count,
     layers: _Layers = _UNIT.layer_count,
     slice_bytes: _SliceBytes = _UNIT.slice_size_bytes,
+    geometry: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{', '.join(GEOMETRIES)}, or all, in place of the three; repeatable."),
+    ] = None,
     repeats: _Repeats = _REPEATS,
     root: _Root = None,
     as_json: _Json = False,
@@ -118,10 +129,19 @@ def planes(
     plot: _Plot = None,
     check: _Check = False,
 ) -> None:
-    """Fetch one prefix over each plane: beside a bare loop of reads and sends over TCP."""
-    settings = Settings(WorkUnit(chunks, layers, slice_bytes), repeats, _checked(root))
+    """Fetch one prefix over each plane: beside a bare loop of reads and sends for each of them."""
     ending = _Ending(as_json, output, plot, check)
-    ending.finish(_run("planes", planes_steps(settings), lambda step: bench_planes(settings, step)))
+    if not geometry:
+        one = Settings(WorkUnit(chunks, layers, slice_bytes), repeats, _checked(root))
+        ending.finish(_run("planes", planes_steps(one), lambda step: bench_planes(one, step)))
+        return
+    names = [*GEOMETRIES] if "all" in geometry else [*dict.fromkeys(geometry)]
+    for name in names:
+        if name not in GEOMETRIES:
+            raise InvalidRequest(f"--geometry {name} must be all, {' or '.join(GEOMETRIES)}")
+    several = {name: Settings(GEOMETRIES[name], repeats, _checked(root)) for name in names}
+    count = sum(map(planes_steps, several.values()))
+    ending.finish(_run("planes", count, lambda step: bench_geometries(several, step)))
 
 
 @bench.command()
@@ -190,6 +210,8 @@ class _Ending:
             print_lookup(console, report)
         elif isinstance(report, MetadataReport):
             print_metadata(console, report)
+        elif isinstance(report, GeometriesReport):
+            print_geometries(console, report)
         else:
             print_transfer(console, report)
         if self.check and not all(bar.passed for bar in report.bars):
@@ -246,4 +268,6 @@ def _chart(report: _Report) -> Chart:
         return lookup_chart(report)
     if isinstance(report, MetadataReport):
         return metadata_chart(report)
+    if isinstance(report, GeometriesReport):
+        return geometries_chart(report)
     return transfer_chart(report)

@@ -8,12 +8,23 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from typer.testing import CliRunner
+
+from kvserve.bench.planes import GEOMETRIES
+from kvserve.bench.unit import WorkUnit
+from kvserve.cli.bench import bench as bench_commands
 
 TINY = ("--chunks", "4", "--layers", "2", "--slice-bytes", "16384")
 SIZE_BYTES = 4 * 2 * 16384
 MACHINE = {
     *("cpu", "cpu_count", "file_system", "load_average_1m", "python", "grpcio", "kvserve"),
 }
+
+
+PLANES_BARS = [
+    *(f"kvserve_stream_{plane} speed" for plane in ("shm", "tcp", "grpc")),
+    *(f"kvserve_stream_{plane} first layer" for plane in ("tcp", "shm")),
+]
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -109,13 +120,43 @@ def test_planes(tmp_path: Path) -> None:
         "kvserve_by_layer_sequential_shm": 2,
         "kvserve_by_layer_sequential_tcp": 2,
         "kvserve_by_layer_sequential_grpc": 2,
+        "shm_files": 1,
         "tcp_files": 1,
+        "grpc_files": 1,
         "tcp_constant": 1,
     }
     for case in report["cases"]:
-        check_case(case, 2, {"tcp_files", "tcp_constant"})
-    assert report["verified_cases"] == [name for name in requests if name.startswith("kvserve")]
-    assert [bar["name"] for bar in report["bars"]] == ["kvserve_stream_tcp speed"]
+        check_case(case, 2, {"shm_files", "tcp_files", "grpc_files", "tcp_constant"})
+    assert report["verified_cases"] == [name for name in requests if name != "tcp_constant"]
+    assert [bar["name"] for bar in report["bars"]] == PLANES_BARS
+
+
+def test_planes_of_several_geometries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command itself, in this process, so that the units can be tiny. Slices of 18 KiB: no
+    frame is as large as a layer, and no payload a whole number of frames."""
+    assert (GEOMETRIES["mla"].layer_count, GEOMETRIES["mla"].slice_size_bytes) == (61, 18 << 10)
+    for name, unit in (("mla", WorkUnit(70, 2, 18 << 10)), ("large", WorkUnit(2, 2, 1 << 20))):
+        monkeypatch.setitem(GEOMETRIES, name, unit)
+    output, plot = tmp_path / "report.json", tmp_path / "plot.svg"
+    names = ("--geometry", "mla", "--geometry", "large", "--geometry", "mla")
+    files = ("--output", str(output), "--plot", str(plot))
+    ended = CliRunner().invoke(bench_commands, ["planes", *names, "--repeats", "1", *files])
+    assert ended.exit_code == 0, ended.output
+    report = json.loads(output.read_text("utf-8"))
+    units = {name: of_one["unit"] for name, of_one in report["geometries"].items()}
+    assert [*units] == ["mla", "large"]
+    assert units["large"]["slice_size_bytes"] == 1 << 20
+    for of_one in report["geometries"].values():
+        assert [bar["name"] for bar in of_one["bars"]] == PLANES_BARS
+    labels = "".join(ElementTree.parse(plot).getroot().itertext())
+    assert "mla: kvserve tcp, 1 request" in labels
+    assert "large: bare shm, same files" in labels
+
+
+def test_an_unknown_geometry() -> None:
+    ended = bench("planes", "--geometry", "mga")
+    assert ended.returncode == 1
+    assert "--geometry mga must be all, default or small or large or mla" in ended.stderr
 
 
 @pytest.mark.parametrize("command", ["fetch", "store"])
