@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import floor, log10
 from xml.sax.saxutils import escape
 
+from kvserve.bench.concurrency import ConcurrencyReport
 from kvserve.bench.lookup import LookupReport
 from kvserve.bench.metadata import MetadataReport
 from kvserve.bench.planes import GeometriesReport
@@ -98,6 +99,18 @@ def geometries_chart(report: GeometriesReport) -> Chart:
 def _slices(report: GeometriesReport) -> str:
     units = [of_one.unit for of_one in report.geometries.values()]
     return ", ".join(f"{unit.slice_size_bytes / 1024:g} KiB" for unit in units)
+
+
+def concurrency_chart(report: ConcurrencyReport) -> Chart:
+    return Chart(
+        title=f"kvserve under many clients, {mib(report.unit.size_bytes)} a fetch",
+        axis="GB/s of all clients together (10⁹ bytes a second), more is better",
+        legend=f"bar: median of {report.repeats}; tick: best",
+        rows=[
+            Row(row.label, row.gb_per_s_median, row.gb_per_s_best, not row.is_ceiling)
+            for row in report.rows
+        ],
+    )
 
 
 def lookup_chart(report: LookupReport) -> Chart:

@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from kvserve.bench.concurrency import ConcurrencyReport
 from kvserve.bench.lookup import LookupReport
 from kvserve.bench.metadata import MetadataReport
 from kvserve.bench.planes import GeometriesReport
@@ -78,6 +79,35 @@ def print_metadata(console: Console, report: MetadataReport) -> None:
             *(f"{value:.2f}" for value in rows),
             f"{size.known_bytes_per_chunk:.0f}",
             f"{size.directory_entries_max:,}",
+        )
+    console.print(table)
+    _print_bars(console, report.bars)
+
+
+def print_concurrency(console: Console, report: ConcurrencyReport) -> None:
+    unit = report.unit
+    console.print(
+        f"concurrency: {unit.chunk_count} chunks x {unit.layer_count} layers x "
+        f"{unit.slice_size_bytes} bytes = {mib(unit.size_bytes)} a fetch, clients in "
+        f"{report.processes} processes, {report.seconds:g} s each, {report.repeats} rounds",
+        style="bold",
+    )
+    _print_machine(console, report.machine)
+    table = _table(
+        "",
+        *("GB/s\nmedian", "\nbest", "of\npeak", "slowest of\nfastest"),
+        *("CPU s a GiB\nserver", "\nclient", "peak\nMiB", "of fewest\nworkers"),
+    )
+    for row in report.rows:
+        speeds = (row.gb_per_s_median, row.gb_per_s_best, row.of_peak, row.slowest_of_fastest)
+        table.add_row(
+            row.label,
+            *(f"{value:.2f}" for value in speeds),
+            f"{row.server_cpu_s_a_gib:.2f}",
+            f"{row.client_cpu_s_a_gib:.2f}",
+            f"{row.server_peak_bytes / (1 << 20):.0f}",
+            f"{row.of_fewest_workers:.2f}",
+            style="dim" if row.is_ceiling else "",
         )
     console.print(table)
     _print_bars(console, report.bars)
