@@ -5,7 +5,7 @@ from page cache without pause; counted is what lands within a fixed time. Beside
 rounds, a bare loop over TCP under as many clients: a thread for each of them on both sides.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
@@ -20,6 +20,8 @@ from kvserve.bench.rounds import Step
 from kvserve.bench.tcp_ceiling import tcp_ceiling_server
 from kvserve.bench.unit import WorkUnit
 from kvserve.bench.workspace import Settings, Workspace
+from kvserve.errors import ServerFault
+from kvserve.testing.server_process import ServerProcess
 
 OF_PEAK_MIN = 0.85
 SLOWEST_OF_FASTEST_MIN = 0.5
@@ -45,7 +47,8 @@ class CrowdReport:
     """One way under so many clients. `slowest_of_fastest`: the least of the rounds.
 
     `of_peak`: this median over the greatest of its way; `of_fewest_workers`: over that of the same
-    plane and clients with the fewest workers. Memory is that of all server processes together.
+    plane and clients with the fewest workers. Memory is that of all server processes together;
+    `server_cores`, `client_cores`: how many were busy with them.
     """
 
     name: str
@@ -62,12 +65,15 @@ class CrowdReport:
     slowest_of_fastest: float
     server_cpu_s_a_gib: float
     client_cpu_s_a_gib: float
+    server_cores: float
+    client_cores: float
     server_peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ConcurrencyReport:
-    """`kvserve bench concurrency`."""
+    """`kvserve bench concurrency`. `scaling`: in words, what more workers brought, and what was
+    left of the machine to bring more."""
 
     benchmark: str
     unit: WorkUnit
@@ -76,6 +82,7 @@ class ConcurrencyReport:
     processes: int
     machine: dict[str, Any]
     rows: list[CrowdReport]
+    scaling: list[str]
     bars: list[Bar]
 
     def to_json(self) -> dict[str, Any]:
@@ -88,8 +95,8 @@ class _Window:
 
     gb_per_s: float
     slowest_of_fastest: float
-    server_cpu_s_a_gib: float
-    client_cpu_s_a_gib: float
+    server_cores: float
+    client_cores: float
     server_peak_bytes: int
 
 
@@ -101,7 +108,6 @@ class _Way:
     workers: int
     address: str
     pids: Sequence[int]
-    chunks: str
     windows: dict[int, list[_Window]] = field(default_factory=dict)
 
     def label(self, clients: int, *, says_workers: bool) -> str:
@@ -118,24 +124,30 @@ def steps(settings: ConcurrencySettings) -> int:
 
 
 async def bench_concurrency(settings: ConcurrencySettings, step: Step) -> ConcurrencyReport:
-    """Stores the chunks for each server, then measures all ways under all numbers of clients."""
+    """Stores the chunks, starts a server for each number of workers on them, then measures all
+    ways under all numbers of clients."""
     common = settings.common
     clients_max = -(-max(settings.clients) // PROCESSES)
     async with AsyncExitStack() as stack:
         step("storing the chunks")
+        space = stack.enter_context(Workspace(common.root))
+        await space.store_series([(common.unit, series) for series in range(_SERIES)])
         ways: list[_Way] = []
         for workers in settings.workers:
-            space = stack.enter_context(Workspace(common.root))
-            await space.store_series([(common.unit, series) for series in range(_SERIES)])
-            server = stack.enter_context(space.server((f"server.workers={workers}",)))
-            pids, chunks = server.serving_pids, str(space.chunks)
-            ways += [_Way(it, workers, server.address, pids, chunks) for it in PLANES]
+            # A name of its own, since a server's log and address lie beside its root.
+            root = space.directory / f"chunks-{workers}"
+            root.symlink_to(space.chunks)
+            server = ServerProcess(root, settings=(f"server.workers={workers}",))
+            stack.enter_context(server)
+            pids = server.serving_pids
+            ways += [_Way(it, workers, server.address, pids) for it in PLANES]
         bare = stack.enter_context(tcp_ceiling_server())
-        ways.append(_Way(BARE, 1, f"127.0.0.1:{bare.hello['port']}", [bare.pid], ways[0].chunks))
+        ways.append(_Way(BARE, 1, f"127.0.0.1:{bare.hello['port']}", [bare.pid]))
         facts = machine(space.directory)
         step("making the clients' regions")
         crowds = [
-            stack.enter_context(crowd_process(common.unit, clients_max)) for _ in range(PROCESSES)
+            stack.enter_context(crowd_process(common.unit, space.chunks, clients_max))
+            for _ in range(PROCESSES)
         ]
         for number in range(1, common.repeats + 1):
             for way in ways:
@@ -153,6 +165,7 @@ async def bench_concurrency(settings: ConcurrencySettings, step: Step) -> Concur
         processes=PROCESSES,
         machine=facts,
         rows=rows,
+        scaling=scaling(rows, facts["cpu_count"]),
         bars=crowd_bars(rows),
     )
 
@@ -163,7 +176,7 @@ def _measure(way: _Way, crowds: Sequence[Child], clients: int, seconds: float) -
     busy = [(crowd, part) for crowd, part in zip(crowds, parts, strict=True) if part]
     for crowd, part in busy:
         series = [client % _SERIES for client in part]
-        crowd.tell(Start(way.address, way.plane, way.chunks, series).question())
+        crowd.tell(Start(way.address, way.plane, series).question())
     for crowd, _ in busy:
         crowd.answer(_ANSWER_S_MAX)
     servers, clients_ = [Meter(pid) for pid in way.pids], [Meter(crowd.pid) for crowd, _ in busy]
@@ -178,12 +191,14 @@ def _measure(way: _Way, crowds: Sequence[Child], clients: int, seconds: float) -
     for crowd, _ in busy:
         crowd.answer(_ANSWER_S_MAX)
     speeds = [landed / it["took_s"] for it in answers for landed in it["landed_bytes"]]
-    gib = sum(map(sum, (it["landed_bytes"] for it in answers))) / (1 << 30)
+    took_s = fmean(it["took_s"] for it in answers)
+    if not any(speeds):
+        raise ServerFault(f"{way.label(clients, says_workers=True)}: nothing landed in {took_s} s")
     return _Window(
         gb_per_s=sum(speeds) / 1e9,
-        slowest_of_fastest=min(speeds) / max(speeds) if any(speeds) else 0.0,
-        server_cpu_s_a_gib=sum(it.cpu_s for it in used) / gib if gib else 0.0,
-        client_cpu_s_a_gib=sum(it.cpu_s for it in used_by_clients) / gib if gib else 0.0,
+        slowest_of_fastest=min(speeds) / max(speeds),
+        server_cores=sum(it.cpu_s for it in used) / took_s,
+        client_cores=sum(it.cpu_s for it in used_by_clients) / took_s,
         server_peak_bytes=sum(it.peak_bytes for it in used),
     )
 
@@ -203,17 +218,46 @@ def _rows(way: _Way, ways: Sequence[_Way], settings: ConcurrencySettings) -> Ite
             gb_per_s=[it.gb_per_s for it in windows],
             gb_per_s_median=typical,
             gb_per_s_best=max(it.gb_per_s for it in windows),
-            of_peak=typical / peak if peak else 0.0,
-            of_fewest_workers=typical / (_median(fewest, clients) or 1.0),
+            of_peak=typical / peak,
+            of_fewest_workers=typical / _median(fewest, clients),
             slowest_of_fastest=min(it.slowest_of_fastest for it in windows),
-            server_cpu_s_a_gib=fmean(it.server_cpu_s_a_gib for it in windows),
-            client_cpu_s_a_gib=fmean(it.client_cpu_s_a_gib for it in windows),
+            server_cpu_s_a_gib=_a_gib(it.server_cores / it.gb_per_s for it in windows),
+            client_cpu_s_a_gib=_a_gib(it.client_cores / it.gb_per_s for it in windows),
+            server_cores=fmean(it.server_cores for it in windows),
+            client_cores=fmean(it.client_cores for it in windows),
             server_peak_bytes=max(it.server_peak_bytes for it in windows),
         )
 
 
 def _median(way: _Way, clients: int) -> float:
     return median(it.gb_per_s for it in way.windows[clients])
+
+
+def _a_gib(cpu_s_a_gb: Iterable[float]) -> float:
+    return fmean(cpu_s_a_gb) * (1 << 30) / 1e9
+
+
+def scaling(rows: Sequence[CrowdReport], cpu_count: int) -> list[str]:
+    """For each plane, every number of workers against the fewest, each at its peak."""
+    peaks: dict[str, dict[int, CrowdReport]] = {}
+    for row in rows:
+        of_plane = peaks.setdefault(row.plane, {})
+        if row.of_peak == 1.0:
+            of_plane.setdefault(row.workers, row)
+    lines = []
+    for plane, by_workers in peaks.items():
+        fewest = by_workers[min(by_workers)]
+        busy = fewest.server_cores + fewest.client_cores
+        lines += [
+            f"{plane}: {_counted(workers, 'worker')} at best {row.gb_per_s_median:.2f} GB/s, "
+            f"{row.gb_per_s_median / fewest.gb_per_s_median:.2f} of "
+            f"{_counted(fewest.workers, 'worker')}, where {busy:.2f} of {cpu_count} cores were "
+            f"busy: {fewest.server_cores:.2f} with the server, {fewest.client_cores:.2f} with "
+            "the clients"
+            for workers, row in by_workers.items()
+            if row is not fewest
+        ]
+    return lines
 
 
 def crowd_bars(rows: Sequence[CrowdReport]) -> list[Bar]:

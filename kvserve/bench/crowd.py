@@ -1,18 +1,20 @@
-"""Many clients in one process: `python -m kvserve.bench.crowd CHUNKS LAYERS SLICE_BYTES COUNT`.
+"""Many clients in one process, a child of `concurrency.py`.
 
 Each client has a connection and a region of its own and fetches one series again and again, from
 `start` to `stop`; `measure` says what landed for each of them in so many seconds. Clients of
-kvserve share one event loop, bare loops have a thread each. COUNT is the most at once.
+kvserve share one event loop, bare loops have a thread each.
 """
 
 import asyncio
 import json
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -30,11 +32,10 @@ BARE = "bare"
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What the clients do: one for each of `series`. `chunks`: the tree, for a bare loop."""
+    """What the clients do: one for each of `series`."""
 
     address: str
     plane: str
-    chunks: str
     series: Sequence[int]
 
     def question(self) -> str:
@@ -49,23 +50,25 @@ def measure(seconds: float) -> str:
 STOP = json.dumps({"stop": True})
 
 
-def crowd_process(unit: WorkUnit, clients_max: int) -> Child:
-    """The process, not started."""
+def crowd_process(unit: WorkUnit, tree: Path, clients_max: int) -> Child:
+    """The process, not started; `tree` is where a bare loop finds the files."""
     numbers = (unit.chunk_count, unit.layer_count, unit.slice_size_bytes, clients_max)
-    return Child("kvserve.bench.crowd", *map(str, numbers))
+    return Child("kvserve.bench.crowd", str(tree), *map(str, numbers))
 
 
 class Crowd:
     """Regions are made once: a page costs most when it is touched first."""
 
-    def __init__(self, unit: WorkUnit, clients_max: int) -> None:
+    def __init__(self, unit: WorkUnit, tree: str, clients_max: int) -> None:
         self._unit = unit
+        self._tree = tree
         self._regions = [SharedRegion(unit.size_bytes) for _ in range(clients_max)]
         self._threads = ThreadPoolExecutor(clients_max)
         self._clients = AsyncExitStack()
         self._landed: list[Landed] = []
         self._loops: list[asyncio.Future[None]] = []
         self._sockets: list[socket.socket] = []
+        self._stopping = threading.Event()
 
     async def answer(self, question: str) -> dict[str, Any]:
         asked = json.loads(question)
@@ -79,6 +82,7 @@ class Crowd:
 
     async def _start(self, start: Start) -> None:
         """Returns once each client has fetched its series once."""
+        self._stopping.clear()
         self._landed = [Landed() for _ in start.series]
         once = [asyncio.Event() for _ in start.series]
         for place, series in enumerate(start.series):
@@ -110,13 +114,17 @@ class Crowd:
         host, _, port = start.address.rpartition(":")
         connection = socket.create_connection((host, int(port)))
         self._sockets.append(connection)
-        files = ChunkLocations(start.chunks, self._unit.descriptor(series))
+        files = ChunkLocations(self._tree, self._unit.descriptor(series))
         loop = asyncio.get_running_loop()
 
         def read_for_ever_blocking() -> None:
             region, opening = self._regions[place].view, opening_for(self._unit, files).encode()
-            while _read_blocking(connection, opening, region, self._landed[place]):
-                loop.call_soon_threadsafe(once.set)
+            try:
+                while _read_blocking(connection, opening, region, self._landed[place]):
+                    loop.call_soon_threadsafe(once.set)
+            except ConnectionError:
+                if not self._stopping.is_set():
+                    raise
 
         ended: Future[None] = self._threads.submit(read_for_ever_blocking)
         self._loops.append(asyncio.wrap_future(ended))
@@ -131,12 +139,16 @@ class Crowd:
         return {"took_s": took_s, "landed_bytes": landed}
 
     async def _stop(self) -> None:
+        self._stopping.set()
         for connection in self._sockets:
             connection.shutdown(socket.SHUT_RDWR)
         for loop in self._loops:
             if not self._sockets:
                 loop.cancel()
         await asyncio.wait(self._loops)
+        for loop in self._loops:
+            if not loop.cancelled():
+                loop.result()
         for connection in self._sockets:
             connection.close()
         await self._clients.aclose()
@@ -165,10 +177,10 @@ def _read_blocking(
     return True
 
 
-async def _run(unit: WorkUnit, clients_max: int) -> None:
-    await answer_questions({}, Crowd(unit, clients_max).answer)
+async def _run(unit: WorkUnit, tree: str, clients_max: int) -> None:
+    await answer_questions({}, Crowd(unit, tree, clients_max).answer)
 
 
 if __name__ == "__main__":
-    chunk_count, layer_count, slice_bytes, count_max = map(int, sys.argv[1:])
-    run_child(_run(WorkUnit(chunk_count, layer_count, slice_bytes), count_max))
+    chunk_count, layer_count, slice_bytes, count_max = map(int, sys.argv[2:])
+    run_child(_run(WorkUnit(chunk_count, layer_count, slice_bytes), sys.argv[1], count_max))

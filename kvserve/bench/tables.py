@@ -96,20 +96,22 @@ def print_concurrency(console: Console, report: ConcurrencyReport) -> None:
     table = _table(
         "",
         *("GB/s\nmedian", "\nbest", "of\npeak", "slowest of\nfastest"),
-        *("CPU s a GiB\nserver", "\nclient", "peak\nMiB", "of fewest\nworkers"),
+        *("cores busy\nserver", "\nclients", "peak\nMiB", "of fewest\nworkers"),
     )
     for row in report.rows:
         speeds = (row.gb_per_s_median, row.gb_per_s_best, row.of_peak, row.slowest_of_fastest)
         table.add_row(
             row.label,
             *(f"{value:.2f}" for value in speeds),
-            f"{row.server_cpu_s_a_gib:.2f}",
-            f"{row.client_cpu_s_a_gib:.2f}",
+            f"{row.server_cores:.2f}",
+            f"{row.client_cores:.2f}",
             f"{row.server_peak_bytes / (1 << 20):.0f}",
             f"{row.of_fewest_workers:.2f}",
             style="dim" if row.is_ceiling else "",
         )
     console.print(table)
+    for line in report.scaling:
+        console.print(line)
     _print_bars(console, report.bars)
 
 

@@ -32,7 +32,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "kvserve", "bench", *arguments],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=110,
         check=False,
     )
 
@@ -159,6 +159,55 @@ def test_an_unknown_geometry() -> None:
     assert "--geometry mga must be all, default or small or large or mla" in ended.stderr
 
 
+@pytest.mark.timeout(120)  # a dozen processes, one after the other
+def test_concurrency(tmp_path: Path) -> None:
+    crowds = ("--clients", "3", "--clients", "1", "--workers", "1", "--workers", "2")
+    report = bench_json(
+        tmp_path, "concurrency", *TINY, *crowds, "--seconds", "0.1", "--repeats", "1"
+    )
+    rows = {row["name"]: row for row in report["rows"]}
+    assert [*rows] == [
+        *(
+            f"{plane}_{workers}_workers_{clients}_clients"
+            for workers in (1, 2)
+            for plane in ("shm", "tcp", "grpc")
+            for clients in (1, 3)
+        ),
+        "bare_1_workers_1_clients",
+        "bare_1_workers_3_clients",
+    ]
+    for row in rows.values():
+        assert 0 < row["gb_per_s_median"] <= row["gb_per_s_best"]
+        assert 0 < row["of_peak"] <= 1
+        assert 0 < row["slowest_of_fastest"] <= 1
+        assert row["clients"] > 1 or row["slowest_of_fastest"] == 1
+        assert row["server_peak_bytes"] > 1 << 20
+        assert row["is_ceiling"] == (row["plane"] == "bare")
+    for plane in ("shm", "tcp", "grpc"):
+        one, two = (rows[f"{plane}_{workers}_workers_3_clients"] for workers in (1, 2))
+        assert two["server_peak_bytes"] > 1.5 * one["server_peak_bytes"], "both processes count"
+        assert two["of_fewest_workers"] == pytest.approx(
+            two["gb_per_s_median"] / one["gb_per_s_median"]
+        )
+    assert [line.partition(":")[0] for line in report["scaling"]] == ["shm", "tcp", "grpc"]
+    assert [bar["name"] for bar in report["bars"]] == [
+        f"{plane}, {workers}: {what}"
+        for workers in ("1 worker", "2 workers")
+        for plane in ("shm", "tcp", "grpc")
+        for what in ("throughput", "clients")
+    ]
+
+
+def test_concurrency_for_people(tmp_path: Path) -> None:
+    plot = tmp_path / "plot.svg"
+    crowds = ("--clients", "2", "--seconds", "0.1", "--repeats", "1", "--plot", str(plot))
+    ended = bench("concurrency", *TINY, *crowds)
+    assert (ended.returncode, ended.stderr) == (0, ""), "nobody complains at the end"
+    assert "kvserve shm, 2 clients" in ended.stdout
+    labels = "".join(ElementTree.parse(plot).getroot().itertext())
+    assert "bare TCP, 2 clients" in labels
+
+
 @pytest.mark.parametrize("command", ["fetch", "store"])
 def test_a_plane_by_name(command: str, tmp_path: Path) -> None:
     ended = bench(command, *TINY, "--repeats", "1", "--root", str(tmp_path), "--plane", "grpc")
@@ -229,7 +278,9 @@ def test_table_files_and_check(tmp_path: Path) -> None:
     assert ElementTree.parse(plot).getroot().tag == "{http://www.w3.org/2000/svg}svg"
 
 
-@pytest.mark.parametrize("command", ["fetch", "store", "planes", "lookup", "metadata"])
+@pytest.mark.parametrize(
+    "command", ["fetch", "store", "planes", "concurrency", "lookup", "metadata"]
+)
 def test_a_root_that_is_not_there(command: str, tmp_path: Path) -> None:
     ended = bench(command, "--root", str(tmp_path / "absent"))
     assert ended.returncode == 1
