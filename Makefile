@@ -51,11 +51,12 @@ format: $(DEV)  ## apply formatting and safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(DEV)  ## fetch, store, lookup, planes and metadata, against ceilings taken in the same run
+bench: $(DEV)  ## fetch, store, lookup, planes, concurrency and metadata, against ceilings taken in the same run
 	$(BIN)/kvserve bench fetch
 	$(BIN)/kvserve bench store
 	$(BIN)/kvserve bench lookup
-	$(BIN)/kvserve bench planes
+	$(BIN)/kvserve bench planes --geometry all
+	$(BIN)/kvserve bench concurrency --workers 1 --workers 2
 	$(BIN)/kvserve bench metadata --root /dev/shm
 
 clean:  ## remove the environment and caches

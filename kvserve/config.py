@@ -66,6 +66,22 @@ class ServerConfig(_Section):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Least severe message that is logged."
     )
+    workers: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Server processes behind listen, on one tree; each has [limits].",
+    )
+
+    @model_validator(mode="after")
+    def _workers_have_addresses(self) -> "ServerConfig":
+        if self.workers > 1 and self.listen.startswith("unix:"):
+            raise ValueError("listen on HOST:PORT with workers above 1: a unix: socket has one")
+        for name in ("data_listen", "metrics_listen"):
+            port = getattr(self, name).rpartition(":")[2]
+            if port.isdecimal() and int(port) and int(port) + self.workers - 1 > 65_535:
+                raise ValueError(f"{name}: each worker has its own port, the last above 65535")
+        return self
 
 
 class StoreConfig(_Section):

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from kvserve.config import load_config, parse_value, render_toml
 from kvserve.errors import InvalidRequest
 from kvserve.rpc.server import Server
 from kvserve.rpc.server import serve as serve_until_signal
+from kvserve.rpc.workers import serve_workers
 
 
 def serve(
@@ -21,6 +23,9 @@ def serve(
     ] = None,
     listen: Annotated[
         str | None, typer.Option(help="HOST:PORT, [V6]:PORT or unix:PATH (server.listen).")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes behind the address (server.workers).")
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="TOML file; see deploy/kvserve.example.toml.")
@@ -39,6 +44,8 @@ def serve(
         overrides.setdefault("store", {})["root"] = root
     if listen is not None:
         overrides.setdefault("server", {})["listen"] = listen
+    if workers is not None:
+        overrides.setdefault("server", {})["workers"] = workers
     effective = load_config(config, overrides)
     logging.basicConfig(
         level=effective.server.log_level.upper(),
@@ -48,17 +55,23 @@ def serve(
     console.print("effective settings:", style="bold")
     console.print(render_toml(effective, with_comments=False), markup=False)
 
-    def started(server: Server) -> None:
+    def started(address: str, metrics_addresses: Sequence[str]) -> None:
         if address_file is not None:
             # Whole or not there, so that a waiting script never reads half an address.
             temp = address_file.with_name(f"{address_file.name}.{os.getpid()}")
-            temp.write_text(server.address, "utf-8")
+            temp.write_text(address, "utf-8")
             temp.replace(address_file)
-        console.print(f"kvserve: serving {effective.store.root} on {server.address}", markup=False)
-        if server.metrics_address:
-            console.print(f"kvserve: metrics on http://{server.metrics_address}/metrics")
+        console.print(f"kvserve: serving {effective.store.root} on {address}", markup=False)
+        for metrics_address in metrics_addresses:
+            console.print(f"kvserve: metrics on http://{metrics_address}/metrics")
 
-    uvloop.run(serve_until_signal(effective, started=started))
+    def one_started(server: Server) -> None:
+        started(server.address, [server.metrics_address] if server.metrics_address else [])
+
+    if effective.server.workers > 1:
+        uvloop.run(serve_workers(effective, started=started))
+    else:
+        uvloop.run(serve_until_signal(effective, started=one_started))
 
 
 def _overrides(settings: list[str]) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,7 @@ check the root -> bind -> SERVING -> (SIGTERM) NOT_SERVING -> wait for transfers
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -38,11 +38,14 @@ _START_TIMEOUT_S = 60.0
 _FRAMES_KEPT_BYTES = 64 << 20
 
 
-def channel_options(message_size_bytes_max: int) -> list[tuple[str, int]]:
+def channel_options(
+    message_size_bytes_max: int, *, shares_port: bool = False
+) -> list[tuple[str, int]]:
     """Options that client and server must agree on; the client's own copy is `kvclient/channel.py`.
 
     Idle connections are kept alive by the client's pings every 30 s: without the second line the
-    server would answer them with GOAWAY "too_many_pings".
+    server would answer them with GOAWAY "too_many_pings". `shares_port`: other processes listen on
+    the same port, and the kernel gives each connection to one of them.
     """
     return [
         ("grpc.max_receive_message_length", message_size_bytes_max),
@@ -53,7 +56,7 @@ def channel_options(message_size_bytes_max: int) -> list[tuple[str, int]]:
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_frame_size", 4 << 20),
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(shares_port)),
     ]
 
 
@@ -101,7 +104,10 @@ class Server:
         self.data_port = _data_port(config.limits)
         planes = Planes(self.data_port, frame_size_bytes_max=config.limits.frame_size_bytes)
         self._health = Health(storage, self._threads, tree.store.check_root_blocking)
-        server = grpc.aio.server(options=channel_options(config.limits.message_size_bytes_max))
+        shares_port = config.server.workers > 1
+        server = grpc.aio.server(
+            options=channel_options(config.limits.message_size_bytes_max, shares_port=shares_port)
+        )
         server.add_generic_rpc_handlers(
             (
                 Servicer(
@@ -194,11 +200,16 @@ class Server:
             await port.stop()
 
 
-async def serve(config: Config, *, started: Callable[[Server], None]) -> None:
-    """Runs a server until SIGTERM or SIGINT; calls `started` once it answers."""
+async def serve(
+    config: Config,
+    *,
+    started: Callable[[Server], None],
+    signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
+) -> None:
+    """Runs a server until one of `signals`; calls `started` once it answers."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in signals:
         loop.add_signal_handler(number, stopping.set)
     server = Server(config)
     await server.start()

@@ -28,6 +28,7 @@ from kvserve.store.journal import (
 from kvserve.store.known import KnownChunks
 from kvserve.store.leases import LeaseOwner, Leases
 from kvserve.store.paths import EVICTED_DIR, LEASES_DIR
+from kvserve.store.releases import Releases
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class Exchange:
         self._reading = threading.Lock()
         self._readers: dict[str, JournalReader] = {}
         self._evicted_file = JournalWriter(fs, f"{self._evicted_dir}/{tag}")
+        self._releases = Releases(fs, self._leases_dir, tag, leases)
 
     def grant_blocking(
         self, owner: LeaseOwner, shard: str, keys: Sequence[int], ttl_s: float
@@ -98,14 +100,19 @@ class Exchange:
         self._is_lease_file_stale = True
 
     def release(self, owner: LeaseOwner) -> int:
-        """How many chunks were given free. Does no I/O: others learn of it with `tell_blocking`."""
+        """How many chunks were given free. Does no I/O: others learn of it with `tell_blocking`,
+        and then release what they have granted to the owner."""
+        self._releases.note(owner)
         released = self.leases.release(owner)
         self._is_lease_file_stale = self._is_lease_file_stale or released > 0
         return released
 
     def tell_blocking(self) -> None:
-        """Brings the lease file up to date with what was released or has expired."""
+        """Brings the lease file up to date with what was released, here or elsewhere, or has
+        expired."""
+        entries = [it.name for it in self._fs.scan(self._leases_dir) if it.kind == "file"]
         before = self.leases.chunks
+        self._releases.hear_blocking(entries)
         self.leases.drop_expired()
         with self._leasing:
             is_lost = self._lease_file.is_lost_blocking()
@@ -117,6 +124,9 @@ class Exchange:
             except BaseException:
                 self._is_lease_file_stale = True
                 raise
+        self._releases.tell_blocking(
+            is_alone=all(it.partition(".")[0] == self._tag for it in entries)
+        )
 
     def leased_by_others_blocking(self, now: float) -> set[int]:
         """The chunks that other servers have leased."""
@@ -195,6 +205,7 @@ class Exchange:
             self._readers.clear()
         try:
             self._lease_file.close()
+            self._releases.close_blocking()
         finally:
             self._evicted_file.close()
 

@@ -1,5 +1,5 @@
 """Small files of fixed records on the tree, one writer each, through which servers tell one another
-what is leased and what is being evicted.
+what is leased, what was released and what is being evicted.
 
 A record is a chunk's 64-bit key, a kind and a time. A reader remembers how far it has read; a
 writer that starts a file anew replaces it whole, which readers notice. A record that is half
@@ -32,6 +32,8 @@ class RecordKind(IntEnum):
     GONE = 3
     STAYED = 4
     """Picked, but leased or not deletable."""
+    RELEASED = 5
+    """Not of a chunk but of a lease's owner (`releases.py`): what it was granted before `at`."""
 
 
 @dataclass(frozen=True, slots=True)
