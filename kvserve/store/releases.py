@@ -71,7 +71,7 @@ class Releases:
             if self._writer.is_due:
                 self._writer.replace(records)
             else:
-                self._writer.append(records)
+                self._writer.append(records, lambda: records)
         except BaseException:
             with self._lock:
                 self._pending = {**noted, **self._pending}
