@@ -1,8 +1,11 @@
 """TLS on the gRPC port and on the data port: who gets in, and that everything works as without."""
 
 import asyncio
+import json
 import socket
 import ssl
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -440,3 +443,14 @@ class TestProcesses:
         with process as server:
             run_script(_FORKING, server.address, *map(str, shown))
             assert "Traceback" not in server.log()
+
+    def test_the_command_line(self, process: ServerProcess, certificates: Certificates) -> None:
+        shown = ["--tls-ca", certificates.ca]
+        shown += ["--tls-certificate", certificates.client, "--tls-key", certificates.client_key]
+        with process as server:
+            stat = [sys.executable, "-m", "kvserve", "stat", "--json", "--server", server.address]
+            good = subprocess.run([*stat, *shown], capture_output=True, timeout=30, check=False)
+            assert json.loads(good.stdout)["planes"] == ["grpc", "tcp", "shm"], good.stderr
+            bad = subprocess.run(stat, capture_output=True, timeout=30, check=False)
+            assert (bad.returncode, bad.stdout) == (1, b"")
+            assert b"if the server speaks TLS" in bad.stderr
