@@ -47,6 +47,14 @@ class ServerConfig(_Section):
         True, description="Fetches into memory shared with clients on this host: the shm plane."
     )
 
+    tls_certificate_file: str = Field(
+        "", description="PEM file: the server's certificate and its chain. Empty: no TLS."
+    )
+    tls_key_file: str = Field("", description="PEM file: the certificate's key, not encrypted.")
+    tls_client_ca_file: str = Field(
+        "", description="PEM file: who signs clients' certificates; then each must show one."
+    )
+
     @field_validator("listen", "data_listen", "metrics_listen")
     @classmethod
     def _port_exists(cls, listen: str) -> str:
@@ -54,6 +62,17 @@ class ServerConfig(_Section):
         if not listen.startswith("unix:") and port.isdecimal() and int(port) > 65_535:
             raise ValueError(f"port {port} is above 65535")
         return listen
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> "ServerConfig":
+        for key, needed in (
+            ("tls_certificate_file", "tls_key_file"),
+            ("tls_key_file", "tls_certificate_file"),
+            ("tls_client_ca_file", "tls_certificate_file"),
+        ):
+            if getattr(self, key) and not getattr(self, needed):
+                raise ValueError(f"{key} needs {needed}, which is not set")
+        return self
 
     drain_timeout_s: float = Field(
         30.0, ge=0, le=3600, description="How long SIGTERM waits for open transfers, seconds."

@@ -19,6 +19,7 @@ from kvclient.handle import HandleState
 from kvclient.planes.choice import AUTO
 from kvclient.region import Region
 from kvclient.store import StoreHandle, StoreResult
+from kvclient.tls import Tls
 from kvserve.errors import HandleClosed, KvserveError
 from kvserve.model import ChunkStatus, Descriptor
 
@@ -173,9 +174,14 @@ class Client:
         timeout_s: float = 60.0,
         connect_timeout_s: float = 2.0,
         plane: str = AUTO,
+        tls: Tls | None = None,
     ) -> None:
         self._client = AsyncClient(
-            address, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, plane=plane
+            address,
+            timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            plane=plane,
+            tls=tls,
         )
 
     def __repr__(self) -> str:

@@ -19,6 +19,7 @@ from kvclient.planes.choice import AUTO
 from kvclient.region import Region
 from kvclient.status import translated
 from kvclient.store import StoreHandle
+from kvclient.tls import Tls
 from kvserve.format.messages import descriptor_to_pb, verdicts_from_pb
 from kvserve.model import ChunkStatus, Descriptor, Verdict, leading_hits, miss_counts
 from kvserve.v1 import kvserve_pb2 as pb
@@ -74,7 +75,7 @@ class AsyncClient:
     Reconnects by itself after a server restart. `timeout_s` is the default deadline of every call,
     connecting and queueing included; one that finds no server gives up after `connect_timeout_s`.
     `plane` pins how payload moves: "grpc", "tcp" or "shm" (fetches into a `SharedRegion`); "auto"
-    takes the best that both sides have.
+    takes the best that both sides have. `tls` for a server that speaks TLS.
     """
 
     def __init__(
@@ -84,8 +85,9 @@ class AsyncClient:
         timeout_s: float = 60.0,
         connect_timeout_s: float = 2.0,
         plane: str = AUTO,
+        tls: Tls | None = None,
     ) -> None:
-        self._channel = Channel(address, connect_timeout_s, plane)
+        self._channel = Channel(address, connect_timeout_s, plane, tls)
         self.timeout_s = timeout_s
         self._handles: WeakSet[Handle] = WeakSet()
         fork_support.watch(self)

@@ -7,40 +7,49 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvclient import ChunkStatus, Client
+from kvclient import ChunkStatus
+from kvserve.cli.connection import Server, talks_to_server
 from kvserve.cli.descriptor_file import read_descriptor
 
-_Server = Annotated[str, typer.Option("--server", help="Address of the server.")]
 _DescriptorFile = Annotated[Path, typer.Argument(help="JSON file; docs/command_line.md has one.")]
 _Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
-_DEFAULT_SERVER = "127.0.0.1:7411"
 
 console = Console(highlight=False, soft_wrap=True)
 
 
+@talks_to_server
 def pin(
-    descriptor_file: _DescriptorFile, server: _Server = _DEFAULT_SERVER, as_json: _Json = False
+    descriptor_file: _DescriptorFile,
+    as_json: _Json = False,
+    *,
+    server: Server,
 ) -> None:
     """Bar stored chunks from eviction (a system prompt). Exit status 1 if one is not stored."""
-    with Client(server, timeout_s=60.0) as client:
+    with server.client(60.0) as client:
         _report("pin", client.pin(read_descriptor(descriptor_file)), as_json)
 
 
+@talks_to_server
 def unpin(
-    descriptor_file: _DescriptorFile, server: _Server = _DEFAULT_SERVER, as_json: _Json = False
+    descriptor_file: _DescriptorFile,
+    as_json: _Json = False,
+    *,
+    server: Server,
 ) -> None:
     """Let pinned chunks be evicted again. Exit status 1 if one is not stored."""
-    with Client(server, timeout_s=60.0) as client:
+    with server.client(60.0) as client:
         _report("unpin", client.unpin(read_descriptor(descriptor_file)), as_json)
 
 
+@talks_to_server
 def release(
     lease_owner: Annotated[str, typer.Argument(help="The request that holds the lease.")],
     tenant: Annotated[str, typer.Option(help="The request's tenant.")] = "default",
-    server: _Server = _DEFAULT_SERVER,
+    *,
+    server: Server,
 ) -> None:
     """Give free what lookups have leased to a request."""
-    with Client(server, timeout_s=60.0) as client:
+    with server.client(60.0) as client:
         released = client.release(lease_owner, tenant=tenant)
     console.print(f"release: {released} chunks given free")
 

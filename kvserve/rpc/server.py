@@ -25,6 +25,7 @@ from kvserve.metrics import Metrics
 from kvserve.open_tree import OpenTree, open_tree_blocking
 from kvserve.rpc.health import Health
 from kvserve.rpc.servicer import Servicer
+from kvserve.rpc.tls import ServerTls, load_tls_blocking
 from kvserve.service import Service
 from kvserve.storage_health import StorageHealth
 from kvserve.transfer.planes.data_port import DataPort, FrameBuffers
@@ -71,14 +72,16 @@ class Server:
         keep_frame_memory()
         self._threads = FsThreads(config.store.io_threads, timeout_s=config.store.io_timeout_s)
         self._server: grpc.aio.Server | None = None
+        self._tls: ServerTls | None = None
         self.data_port: DataPort | None = None
 
     async def start(self) -> None:
         """Checks the root, binds, answers.
 
         Raises:
-            InvalidRequest: no root, a root that cannot be written, or an address that cannot be
-                bound, or no answer in time; the message names path, uid and errno.
+            InvalidRequest: no certificate where the settings name one, no root, a root that cannot
+                be written, an address that cannot be bound, or no answer in time; the message names
+                path, uid and errno.
         """
         config = self._config
         tree = await self._open_tree()
@@ -101,7 +104,7 @@ class Server:
             lease_ttl_s_max=config.capacity.lease_ttl_s_max,
             store_refused=self._upkeep.relieve_soon,
         )
-        self.data_port = _data_port(config.limits)
+        self.data_port = _data_port(config.limits, self._tls)
         planes = Planes(self.data_port, frame_size_bytes_max=config.limits.frame_size_bytes)
         self._health = Health(storage, self._threads, tree.store.check_root_blocking)
         shares_port = config.server.workers > 1
@@ -145,7 +148,10 @@ class Server:
         assert self.data_port is not None
         await _open_data_port(self.data_port, config.server)
         try:
-            port = server.add_insecure_port(self.address)
+            if self._tls is None:
+                port = server.add_insecure_port(self.address)
+            else:
+                port = server.add_secure_port(self.address, self._tls.credentials)
         except RuntimeError as error:
             raise InvalidRequest(f"cannot listen on {self.address}: {error}") from error
         if config.server.metrics_listen:
@@ -156,11 +162,14 @@ class Server:
 
     async def _open_tree(self) -> OpenTree:
         config = self._config
+
+        def open_blocking() -> OpenTree:
+            self._tls = load_tls_blocking(config.server)
+            return open_tree_blocking(config, self._fs)
+
         threads = FsThreads(1, timeout_s=_START_TIMEOUT_S, name="start")
         try:
-            return await asyncio.get_running_loop().run_in_executor(
-                threads, open_tree_blocking, config, self._fs
-            )
+            return await asyncio.get_running_loop().run_in_executor(threads, open_blocking)
         except StorageUnavailable as error:
             raise InvalidRequest(
                 f"the root {config.store.root} gave no answer in {_START_TIMEOUT_S:g} s: "
@@ -218,11 +227,15 @@ async def serve(
     await server.stop()
 
 
-def _data_port(limits: LimitsConfig) -> DataPort:
+def _data_port(limits: LimitsConfig, tls: ServerTls | None) -> DataPort:
     # Frames of two transfers that hold all they may; beyond that memory is made for the moment.
     kept = min(2 * limits.frames_in_flight, max(1, _FRAMES_KEPT_BYTES // limits.frame_size_bytes))
     buffers = FrameBuffers(limits.frame_size_bytes, kept)
-    return DataPort(buffers, connections_max=2 * limits.transfers_max)
+    return DataPort(
+        buffers,
+        connections_max=2 * limits.transfers_max,
+        tls=None if tls is None else tls.context,
+    )
 
 
 async def _open_data_port(port: DataPort, config: ServerConfig) -> None:

@@ -9,6 +9,7 @@ from kvclient.planes.base import PLANES, Unreachable
 from kvclient.planes.tcp import DataConnections
 from kvclient.region import Region
 from kvclient.shared_region import SharedRegion
+from kvclient.tls import Security
 from kvserve.errors import InvalidRequest, ServerUnavailable
 
 log = logging.getLogger(__name__)
@@ -21,12 +22,17 @@ class PlaneChoice:
     """One per client. `plane`: one of `PLANES`, or `AUTO`."""
 
     def __init__(
-        self, plane: str, address: str, *, clock: Callable[[], float] = time.monotonic
+        self,
+        plane: str,
+        address: str,
+        *,
+        security: Security | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if plane not in (AUTO, *PLANES):
             raise InvalidRequest(f"plane {plane!r} must be {AUTO}, {' or '.join(PLANES)}")
         host = "127.0.0.1" if address.startswith("unix:") else address.rpartition(":")[0]
-        self.connections = DataConnections(host)
+        self.connections = DataConnections(host, security)
         self._address = address
         self._plane = plane
         self._clock = clock

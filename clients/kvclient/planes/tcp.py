@@ -16,8 +16,9 @@ from typing import Any
 
 from kvclient.fetch_session import FetchSession
 from kvclient.planes.base import FetchCall, StoreCall, Took, Unreachable
+from kvclient.tls import Security
 from kvserve.data_socket import Buffer, DataSocket
-from kvserve.errors import ServerFault, ServerUnavailable
+from kvserve.errors import InvalidRequest, ServerFault, ServerUnavailable
 from kvserve.format.frames import FrameHeader
 from kvserve.format.messages import chunk_status
 from kvserve.format.records import (
@@ -47,9 +48,11 @@ class DataConnections:
     They belong to the loop that made them. `server_host` stands in where the server names none.
     """
 
-    def __init__(self, server_host: str) -> None:
-        """`server_host`: as in an address, so in brackets if it is IPv6."""
+    def __init__(self, server_host: str, security: Security | None = None) -> None:
+        """`server_host`: as in an address, so in brackets if it is IPv6. `security`: of those that
+        leave the host; loaded before the first is opened."""
         self._server_host = server_host
+        self._security = security
         self._kept: list[tuple[float, DataSocket]] = []
 
     async def open(self, offer: pb.DataOffer) -> DataSocket:
@@ -108,19 +111,32 @@ class DataConnections:
                     try:
                         sock.setblocking(False)
                         await asyncio.get_running_loop().sock_connect(sock, target)
-                        return DataSocket(sock, where)
                     except OSError as error:
                         refused = str(error)
                         sock.close()
                     except BaseException:
                         sock.close()
                         raise
+                    else:
+                        return await self._secured(sock, where)
         except TimeoutError:
             refused = f"no answer in {_CONNECT_S:g} s"
-        except OSError as error:
+        except (OSError, InvalidRequest, ServerUnavailable) as error:
             refused = str(error)
         what = f"the data address {where} cannot be reached: {refused}"
         raise Unreachable(_plane_of(address), what)
+
+    async def _secured(self, sock: socket.socket, where: str) -> DataSocket:
+        """Raises `InvalidRequest` or `ServerUnavailable` if the handshake fails."""
+        if self._security is None or sock.family == socket.AF_UNIX:
+            return DataSocket(sock, where)
+        connection = self._security.data_socket(sock, where)
+        try:
+            await connection.handshake()
+        except BaseException:
+            connection.close()
+            raise
+        return connection
 
 
 def _plane_of(address: str) -> str:
