@@ -307,5 +307,5 @@ class AsyncClient:
         limit_s = self._timeout(timeout_s)
         with translated(self._channel.address, rpc, limit_s):
             async with asyncio.timeout(limit_s):
-                call = of(await self._channel.connected(rpc))
-                return await call(request)
+                # No variable: this frame is part of what a failed call raises (see `let_go`).
+                return await of(await self._channel.connected(rpc))(request)
