@@ -7,12 +7,15 @@ program that runs a second loop, gets a new one; nothing of the old one is touch
 import asyncio
 import os
 from collections import Counter
+from contextlib import suppress
+from weakref import WeakSet
 
 import grpc
 
 from kvclient import fork_support
+from kvclient.handle import Handle, HandleState
 from kvclient.planes.choice import AUTO, PlaneChoice
-from kvserve.errors import InvalidRequest, ServerUnavailable
+from kvserve.errors import InvalidRequest, ServerUnavailable, TransferCancelled
 from kvserve.format.messages import SERVICE
 from kvserve.frame_memory import keep_frame_memory
 from kvserve.v1 import kvserve_pb2 as pb
@@ -82,7 +85,10 @@ class Rpcs:
 
 
 class Channel:
-    """The connection to one server."""
+    """The connection to one server, and the handles that use it.
+
+    A fork watches it and not the client: a handle may outlive the client that made it.
+    """
 
     def __init__(self, address: str, connect_timeout_s: float, plane: str = AUTO) -> None:
         if address.startswith("unix:"):
@@ -102,6 +108,8 @@ class Channel:
         self._channel: grpc.aio.Channel | None = None
         self._rpcs: Rpcs | None = None
         self._is_down = False
+        self.handles: WeakSet[Handle] = WeakSet()
+        fork_support.watch(self)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
@@ -114,10 +122,11 @@ class Channel:
         Raises:
             ServerUnavailable: no connection within `connect_timeout_s`. A server that is down must
                 cost its callers less than computing the KV themselves.
+            TransferCancelled: the client was closed, or its process forked, meanwhile.
         """
-        fork_support.check()
         owner = (os.getpid(), asyncio.get_running_loop())
         if self._channel is None or self._rpcs is None or self._owner != owner:
+            fork_support.connecting()
             keep_frame_memory()
             self.planes.connections.close()
             self._owner = owner
@@ -135,11 +144,30 @@ class Channel:
                 raise ServerUnavailable(
                     f"{self.address}: no server answers, or it is stopping (tried for {wait_s:g} s)"
                 ) from None
+            except grpc.aio.UsageError:  # its word for a channel that was closed meanwhile
+                raise TransferCancelled(
+                    f"{self.address}: this client was closed while it connected"
+                ) from None
         self._is_down = False
         self.requests[rpc] += 1
         return rpcs
 
-    async def close(self) -> None:
+    def abandon(self) -> None:
+        """Lets go of a connection whose loop is closed; its handles ended with the loop."""
+        self.planes.connections.close()
+        self._channel = self._rpcs = self._owner = None
+
+    async def quiesce(self, transfers_end_s: float) -> None:
+        """Waits for open handles, cancels those that take longer, closes the connection."""
+        handles = [handle for handle in self.handles if handle.state is HandleState.PROC]
+        if handles and transfers_end_s:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(transfers_end_s):
+                    await asyncio.gather(*(handle.ended() for handle in handles))
+        await asyncio.gather(*(handle.cancel() for handle in handles))
+        await self._close()
+
+    async def _close(self) -> None:
         """Ends open rpcs; a later call opens a new connection."""
         self.planes.connections.close()
         channel, owner = self._channel, self._owner

@@ -184,8 +184,8 @@ class StoreHandle(Handle):
 
     async def _sent_by(self, send: Callable[[StorePlane], Awaitable[None]]) -> bool:
         """Whether the plane sent it; if the store has ended without an error, False."""
-        # The transfer drops the plane when it ends, also while this waits. No variable: it holds the
-        # call, and this frame is part of what is raised here (see `let_go`).
+        # The transfer drops the plane when it ends, also while this waits. No variable: the plane
+        # has the call, and this frame is part of what is raised here (see `let_go`).
         if self._plane is not None:
             try:
                 await send(self._plane)
