@@ -165,9 +165,9 @@ class Channel:
                 async with asyncio.timeout(transfers_end_s):
                     await asyncio.gather(*(handle.ended() for handle in handles))
         await asyncio.gather(*(handle.cancel() for handle in handles))
-        await self._close()
+        await self.close()
 
-    async def _close(self) -> None:
+    async def close(self) -> None:
         """Ends open rpcs; a later call opens a new connection."""
         self.planes.connections.close()
         channel, owner = self._channel, self._owner
