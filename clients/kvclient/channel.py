@@ -7,13 +7,16 @@ program that runs a second loop, gets a new one; nothing of the old one is touch
 import asyncio
 import os
 from collections import Counter
+from contextlib import suppress
+from weakref import WeakSet
 
 import grpc
 
 from kvclient import fork_support
+from kvclient.handle import Handle, HandleState
 from kvclient.planes.choice import AUTO, PlaneChoice
 from kvclient.tls import Security, Tls, advice_for_plain
-from kvserve.errors import InvalidRequest, ServerUnavailable
+from kvserve.errors import InvalidRequest, ServerUnavailable, TransferCancelled
 from kvserve.format.messages import SERVICE
 from kvserve.frame_memory import keep_frame_memory
 from kvserve.v1 import kvserve_pb2 as pb
@@ -84,7 +87,10 @@ class Rpcs:
 
 
 class Channel:
-    """The connection to one server."""
+    """The connection to one server, and the handles that use it.
+
+    A fork watches it and not the client: a handle may outlive the client that made it.
+    """
 
     def __init__(
         self, address: str, connect_timeout_s: float, plane: str = AUTO, tls: Tls | None = None
@@ -107,6 +113,8 @@ class Channel:
         self._channel: grpc.aio.Channel | None = None
         self._rpcs: Rpcs | None = None
         self._is_down = False
+        self.handles: WeakSet[Handle] = WeakSet()
+        fork_support.watch(self)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
@@ -119,13 +127,14 @@ class Channel:
         Raises:
             ServerUnavailable: no connection within `connect_timeout_s`. A server that is down must
                 cost its callers less than computing the KV themselves.
+            TransferCancelled: the client was closed, or its process forked, meanwhile.
             InvalidRequest: a file of `tls` is not what its name says.
         """
-        fork_support.check()
         if self._security is not None:
             await self._security.load()
         owner = (os.getpid(), asyncio.get_running_loop())
         if self._channel is None or self._rpcs is None or self._owner != owner:
+            fork_support.connecting()
             keep_frame_memory()
             self.planes.connections.close()
             self._owner = owner
@@ -144,6 +153,10 @@ class Channel:
                 raise ServerUnavailable(
                     f"{self.address}: no server answers, or it is stopping "
                     f"(tried for {wait_s:g} s){why}"
+                ) from None
+            except grpc.aio.UsageError:  # its word for a channel that was closed meanwhile
+                raise TransferCancelled(
+                    f"{self.address}: this client was closed while it connected"
                 ) from None
         self._is_down = False
         self.requests[rpc] += 1
@@ -170,6 +183,21 @@ class Channel:
             advice = advice_for_plain if self._security is None else self._security.advice
             return "".join(f": {text}" for text in (advice(details), details) if text)
         return ""  # it is there now
+
+    def abandon(self) -> None:
+        """Lets go of a connection whose loop is closed; its handles ended with the loop."""
+        self.planes.connections.close()
+        self._channel = self._rpcs = self._owner = None
+
+    async def quiesce(self, transfers_end_s: float) -> None:
+        """Waits for open handles, cancels those that take longer, closes the connection."""
+        handles = [handle for handle in self.handles if handle.state is HandleState.PROC]
+        if handles and transfers_end_s:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(transfers_end_s):
+                    await asyncio.gather(*(handle.ended() for handle in handles))
+        await asyncio.gather(*(handle.cancel() for handle in handles))
+        await self.close()
 
     async def close(self) -> None:
         """Ends open rpcs; a later call opens a new connection."""

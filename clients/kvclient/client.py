@@ -2,18 +2,14 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
-from weakref import WeakSet
 
 from google.protobuf.message import Message
 
-from kvclient import fork_support
 from kvclient.channel import Channel, Rpcs
 from kvclient.fetch import FetchHandle
-from kvclient.handle import Handle, HandleState
 from kvclient.placement import as_placement
 from kvclient.planes.choice import AUTO
 from kvclient.region import Region
@@ -89,8 +85,6 @@ class AsyncClient:
     ) -> None:
         self._channel = Channel(address, connect_timeout_s, plane, tls)
         self.timeout_s = timeout_s
-        self._handles: WeakSet[Handle] = WeakSet()
-        fork_support.watch(self)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._channel.address}>"
@@ -111,22 +105,7 @@ class AsyncClient:
 
         The client may be used again: it then connects anew.
         """
-        await self.quiesce(0.0)
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The loop that the open connection belongs to; None if there is none."""
-        return self._channel.loop
-
-    async def quiesce(self, transfers_end_s: float) -> None:
-        """Waits for open handles, cancels those that take longer, closes the connection."""
-        handles = [handle for handle in self._handles if handle.state is HandleState.PROC]
-        if handles and transfers_end_s:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(transfers_end_s):
-                    await asyncio.gather(*(handle.ended() for handle in handles))
-        await asyncio.gather(*(handle.cancel() for handle in handles))
-        await self._channel.close()
+        await self._channel.quiesce(0.0)
 
     @property
     def requests(self) -> Mapping[str, int]:
@@ -259,7 +238,7 @@ class AsyncClient:
             layers=layers,
             timeout_s=self._timeout(timeout_s),
         )
-        self._handles.add(handle)
+        self._channel.handles.add(handle)
         return handle
 
     def fetch(
@@ -285,7 +264,7 @@ class AsyncClient:
             as_placement(source, descriptor),
             timeout_s=self._timeout(timeout_s),
         )
-        self._handles.add(handle)
+        self._channel.handles.add(handle)
         return handle
 
     def store(
@@ -309,5 +288,5 @@ class AsyncClient:
         limit_s = self._timeout(timeout_s)
         with translated(self._channel.address, rpc, limit_s):
             async with asyncio.timeout(limit_s):
-                call = of(await self._channel.connected(rpc))
-                return await call(request)
+                # No variable: this frame is part of what a failed call raises (see `let_go`).
+                return await of(await self._channel.connected(rpc))(request)

@@ -13,7 +13,7 @@ from kvclient.placement import Placement
 from kvclient.planes.base import StoreCall, StorePlane, Unreachable
 from kvclient.planes.grpc import GrpcStorePlane
 from kvclient.planes.tcp import TcpStorePlane
-from kvclient.status import is_cancelled
+from kvclient.status import is_cancelled, let_go
 from kvserve.errors import HandleClosed, InvalidRequest, ServerFault, ServerUnavailable
 from kvserve.format.chunk_file import checksum
 from kvserve.format.frames import FrameHeader
@@ -184,15 +184,17 @@ class StoreHandle(Handle):
 
     async def _sent_by(self, send: Callable[[StorePlane], Awaitable[None]]) -> bool:
         """Whether the plane sent it; if the store has ended without an error, False."""
-        plane = self._plane  # the transfer drops it when it ends, also while this waits
-        if plane is not None:
+        # The transfer drops the plane when it ends, also while this waits. No variable: the plane
+        # has the call, and this frame is part of what is raised here (see `let_go`).
+        if self._plane is not None:
             try:
-                await send(plane)
+                await send(self._plane)
                 return True
             except _ENDED:
                 pass  # the server has ended the call; its status, read by the transfer, says why
-            except asyncio.CancelledError:
+            except asyncio.CancelledError as error:
                 if is_cancelled():
+                    let_go(error)
                     raise
         await self._raise_end()
         return False

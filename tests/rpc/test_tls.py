@@ -30,6 +30,7 @@ from kvserve.transfer.planes import data_port
 from kvserve.transfer.planes.data_port import DataPort, FrameBuffers
 from tests.certificates import Certificates
 from tests.payload import payload_for, small_descriptor, store_all
+from tests.rpc.test_forks import run_script
 
 # Collected here a second time: over this file's server and clients.
 from tests.rpc.test_planes import (  # noqa: F401
@@ -43,7 +44,6 @@ from tests.rpc.test_planes import (  # noqa: F401
     until,
     until_quiet,
 )
-from tests.rpc.test_processes import run_script
 from tests.rpc.test_tcp_plane import is_closed, offered
 
 StartServer = Callable[..., Awaitable[Server]]
