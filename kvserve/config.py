@@ -44,7 +44,7 @@ class ServerConfig(_Section):
     )
 
     shared_memory: bool = Field(
-        True, description="Fetches into memory shared with clients on this host: the shm plane."
+        True, description="Payload in memory shared with clients on this host: the shm plane."
     )
 
     @field_validator("listen", "data_listen", "metrics_listen")

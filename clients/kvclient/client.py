@@ -73,7 +73,7 @@ class AsyncClient:
 
     Reconnects by itself after a server restart. `timeout_s` is the default deadline of every call,
     connecting and queueing included; one that finds no server gives up after `connect_timeout_s`.
-    `plane` pins how payload moves: "grpc", "tcp" or "shm" (fetches into a `SharedRegion`); "auto"
+    `plane` pins how payload moves: "grpc", "tcp" or "shm" (from and into a `SharedRegion`); "auto"
     takes the best that both sides have.
     """
 
@@ -86,6 +86,7 @@ class AsyncClient:
         plane: str = AUTO,
     ) -> None:
         self._channel = Channel(address, connect_timeout_s, plane)
+        self.plane = plane
         self.timeout_s = timeout_s
         self._handles: WeakSet[Handle] = WeakSet()
         fork_support.watch(self)

@@ -368,7 +368,7 @@ class TestBrokenClients:
             ([b"\xff" * 24], "INVALID_ARGUMENT: a record of unknown kind 255"),
             (
                 [encode_miss(0, Verdict(ChunkStatus.MISS_CORRUPT))],
-                "INVALID_ARGUMENT: a store takes payload records, got MISS",
+                "INVALID_ARGUMENT: a store over tcp takes PAYLOAD records, got MISS",
             ),
             (
                 [encode_frame(FrameHeader(0, 0, 0, b""), (1 << 20) + 1)],
