@@ -120,8 +120,9 @@ def test_planes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["fetch", "store"])
 def test_a_plane_by_name(command: str, tmp_path: Path) -> None:
-    ended = bench(command, *TINY, "--repeats", "1", "--root", str(tmp_path), "--plane", "grpc")
-    assert ended.returncode == 0, ended.stderr
+    for plane in ("grpc", "shm"):
+        ended = bench(command, *TINY, "--repeats", "1", "--root", str(tmp_path), "--plane", plane)
+        assert ended.returncode == 0, ended.stderr
     ended = bench(command, *TINY, "--plane", "rdma")
     assert ended.returncode == 1
     assert "--plane rdma must be auto, shm or tcp or grpc" in ended.stderr
