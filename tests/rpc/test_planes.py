@@ -13,18 +13,15 @@ from kvclient import (
     DeadlineExceeded,
     Descriptor,
     HandleState,
-    InvalidRequest,
     Layout,
     ModelIdentity,
     Paged,
-    Region,
     chunk_hashes,
     opaque,
 )
 from kvclient.channel import Channel
 from kvclient.planes.tcp import DataConnections
 from kvserve.format.messages import descriptor_to_pb
-from kvserve.model import Span
 from kvserve.rpc.server import Server
 from kvserve.v1 import kvserve_pb2 as pb
 from tests.payload import memory, payload_for, small_descriptor, store_all
@@ -215,30 +212,6 @@ async def test_a_stalled_reader_is_ended_by_its_deadline(
     if plane != "grpc":
         connection.close()
     await channel.close()
-
-
-class Short:
-    """A placement that has no room for the last byte of a frame."""
-
-    def __init__(self, region: Region) -> None:
-        self.region = region
-
-    def views(self, layer: int, first: int, count: int, span: Span) -> list[memoryview]:
-        return [self.region.view[: count * span.size_bytes - 1]]
-
-
-async def test_a_placement_that_is_too_small_is_refused(
-    client: AsyncClient, server: Server, plane: str
-) -> None:
-    descriptor = small_descriptor()
-    await store_all(client, descriptor, payload_for(descriptor))
-    with pytest.raises(InvalidRequest, match="wrong dtype or number of chunks"):
-        client.fetch(descriptor, bytearray(descriptor.payload_size_bytes - 1))
-    handle = client.fetch(descriptor, Short(memory(plane, descriptor.payload_size_bytes)))
-    words = "the placement gives 65535 bytes for 65536|spans for 262140 bytes"
-    with pytest.raises(InvalidRequest, match=words):
-        await handle.wait()
-    await until_quiet(server)
 
 
 async def test_many_small_blocks(client: AsyncClient, plane: str) -> None:

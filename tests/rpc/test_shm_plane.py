@@ -5,8 +5,6 @@ import fcntl
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -302,18 +300,6 @@ async def test_a_wild_pointer_condemns_no_chunk(
     assert region.view == source
 
 
-_KILLED = """
-import os, signal, sys
-from kvclient import Client, SharedRegion
-from tests.payload import memory, payload_for, small_descriptor
-descriptor = small_descriptor(kv_heads=8, head_dim=128, chunks=64, layers=16)
-client = Client(sys.argv[1], plane="shm")
-fetch = client.fetch(descriptor, SharedRegion(descriptor.payload_size_bytes))
-fetch.wait_layer(0)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
 class TestProcesses:
     @pytest.fixture
     def process(self, root: Path) -> object:
@@ -329,22 +315,6 @@ class TestProcesses:
                 handle.store_layer(layer_index)
             assert handle.finish().is_whole
         return descriptor
-
-    def test_a_killed_client(self, process: ServerProcess, stored: object) -> None:
-        """The server lets go of its memory."""
-        for _ in range(2):
-            died = subprocess.run(
-                [sys.executable, "-c", _KILLED, process.address], timeout=60, check=False
-            )
-            assert died.returncode == -signal.SIGKILL
-        maps = Path(f"/proc/{process.pid}/maps")
-        with Client(process.address) as client:
-            for _ in range(200):
-                client.server_info()
-                if "memfd:kvclient" not in maps.read_text():
-                    break
-            else:
-                pytest.fail("the memory of dead clients is still mapped")
 
     def test_a_killed_server(self, process: ServerProcess, stored: object) -> None:
         """The fetch ends with an error, and the region is quiet then."""
