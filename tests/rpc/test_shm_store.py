@@ -23,6 +23,7 @@ from kvserve.format.frames import FrameHeader
 from kvserve.format.records import RecordKind, encode_frame
 from kvserve.rpc.server import Server
 from kvserve.testing.server_process import ServerProcess
+from kvserve.transfer.planes import shm
 from tests.payload import memory, payload_for, small_descriptor, store_all
 from tests.rpc.test_planes import large, until, until_quiet
 from tests.rpc.test_shm_plane import NEW, SIZE_BYTES, Peer
@@ -60,6 +61,29 @@ async def test_a_layer_s_memory_is_the_caller_s_again_when_its_call_returns(
         region.view[at : at + layer_bytes] = b"\xee" * layer_bytes
     assert (await handle.finish()).is_whole
     assert (await client.fetch(descriptor, region).wait()).is_whole
+    assert region.view == source
+
+
+async def test_a_frame_is_copied_before_it_is_answered(
+    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = payload_for(NEW)
+    region = memory("shm", source)
+    layer_bytes = SIZE_BYTES // 4
+    answers = 0
+    real = shm.encode_taken
+
+    def answered() -> bytes:
+        nonlocal answers
+        at = NEW.payload_offsets[answers]  # each layer is one frame
+        region.view[at : at + layer_bytes] = b"\xee" * layer_bytes
+        answers += 1
+        return real()
+
+    monkeypatch.setattr(shm, "encode_taken", answered)
+    await store_all(client, NEW, region)
+    assert answers == 4
+    assert (await client.fetch(NEW, region).wait()).is_whole
     assert region.view == source
 
 
@@ -237,8 +261,6 @@ async def test_a_server_that_gives_a_wrong_answer(
     answer: bytes,
     error: type[Exception],
 ) -> None:
-    from kvserve.transfer.planes import shm
-
     def answered() -> bytes:
         if not answer:
             raise ServerUnavailable("as if it had died")
