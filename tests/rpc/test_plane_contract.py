@@ -166,8 +166,12 @@ async def test_a_region_that_is_too_small(
         with pytest.raises(InvalidRequest, match=words):
             await client.fetch(STORED, short).wait()
     else:
-        with pytest.raises(InvalidRequest, match=r"does not match|65535 bytes|spans for 262140"):
-            await store_all(client, NEW, short)
+        handle = client.store(NEW, short)
+        # One layer: grpcio may lose the server's status to a write that comes after it.
+        with suppress(InvalidRequest):
+            await handle.store_layer(0)
+        await handle.ended()
+        assert isinstance(handle.error, InvalidRequest)
         assert not any((await client.lookup(NEW)).hits)
     await until_quiet(server)
     assert temp_files(root) == []
