@@ -44,7 +44,7 @@ class ServerConfig(_Section):
     )
 
     shared_memory: bool = Field(
-        True, description="Fetches into memory shared with clients on this host: the shm plane."
+        True, description="Payload in memory shared with clients on this host: the shm plane."
     )
 
     tls_certificate_file: str = Field(

@@ -70,7 +70,7 @@ class AsyncClient:
 
     Reconnects by itself after a server restart. `timeout_s` is the default deadline of every call,
     connecting and queueing included; one that finds no server gives up after `connect_timeout_s`.
-    `plane` pins how payload moves: "grpc", "tcp" or "shm" (fetches into a `SharedRegion`); "auto"
+    `plane` pins how payload moves: "grpc", "tcp" or "shm" (from and into a `SharedRegion`); "auto"
     takes the best that both sides have. `tls` for a server that speaks TLS.
     """
 
@@ -84,6 +84,7 @@ class AsyncClient:
         tls: Tls | None = None,
     ) -> None:
         self._channel = Channel(address, connect_timeout_s, plane, tls)
+        self.plane = plane
         self.timeout_s = timeout_s
 
     def __repr__(self) -> str:

@@ -9,7 +9,7 @@ from kvclient.handle import Handle
 from kvclient.placement import Placement
 from kvclient.planes.base import FetchPlane, Unreachable
 from kvclient.planes.grpc import GrpcFetchPlane, other_reply
-from kvclient.planes.shm import ShmFetchPlane, spans_of
+from kvclient.planes.shm import ShmFetchPlane, planes_for
 from kvclient.planes.tcp import TcpFetchPlane
 from kvserve.errors import InvalidRequest, ServerFault
 from kvserve.format.messages import descriptor_to_pb, parse
@@ -102,14 +102,7 @@ class FetchHandle(Handle):
 
     async def _transfer(self) -> None:
         choice = self._channel.planes
-        planes = choice.for_fetch(self._placement.region)
-        if "shm" in planes:
-            try:
-                self._spans = spans_of(self._placement, self._descriptor, self._layers)
-            except InvalidRequest:
-                planes = [it for it in planes if it != "shm"]
-                if not planes:  # it is pinned
-                    raise
+        planes, self._spans = planes_for(choice, self._placement, self._descriptor, self._layers)
         while True:  # each turn has one plane less
             try:
                 await self._fetch(await self._channel.connected("Fetch"), planes)

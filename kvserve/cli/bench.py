@@ -67,7 +67,7 @@ _Root = Annotated[
     Path | None,
     typer.Option(help="Directory on the file system to measure; default: the temp directory."),
 ]
-_Plane = Annotated[str, typer.Option(help="How payload moves: auto, tcp or grpc.")]
+_Plane = Annotated[str, typer.Option(help="How payload moves: auto, shm, tcp or grpc.")]
 _Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 _Output = Annotated[Path | None, typer.Option(help="Write the JSON to this file.")]
 _Plot = Annotated[Path | None, typer.Option(help="Write a bar chart to this SVG file.")]

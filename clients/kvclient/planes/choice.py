@@ -39,26 +39,20 @@ class PlaneChoice:
         self._avoided_until: dict[str, float] = {}
 
     def __repr__(self) -> str:
-        return f"<PlaneChoice {self._plane}: {', '.join(self.for_store())}>"
+        return f"<PlaneChoice {self._plane}, reachable: {', '.join(self._reachable())}>"
 
-    def for_fetch(self, region: Region) -> Sequence[str]:
-        """What to ask for, best first.
+    def for_region(self, region: Region) -> Sequence[str]:
+        """What to ask for, for a transfer from or into this region, best first.
 
         Raises:
             InvalidRequest: shm is pinned, and the region is not shared.
         """
         is_shared = isinstance(region, SharedRegion)
         if self._plane == "shm" and not is_shared:
-            raise InvalidRequest("plane shm fetches into a SharedRegion only")
+            raise InvalidRequest("plane shm takes a SharedRegion only")
         if self._plane != AUTO:
             return (self._plane,)
         return [it for it in self._reachable() if is_shared or it != "shm"]
-
-    def for_store(self) -> Sequence[str]:
-        """The same; shm is for fetches, a client that pins it stores over the best other plane."""
-        if self._plane not in (AUTO, "shm"):
-            return (self._plane,)
-        return [it for it in self._reachable() if it != "shm"]
 
     def without(self, planes: Sequence[str], error: Unreachable) -> Sequence[str]:
         """What is left of `planes` for this transfer; later ones avoid the plane for a while.

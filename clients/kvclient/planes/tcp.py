@@ -11,7 +11,8 @@ quiet.
 import asyncio
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from kvclient.fetch_session import FetchSession
@@ -181,7 +182,7 @@ async def finish_fetch(
     try:
         await _take_records(connection, session, took)
     except ServerUnavailable:
-        await _raise_status(call)
+        await raise_status(call)
         raise
     if isinstance(await call.read(), bytes):
         raise ServerFault("a reply came after the last layer")
@@ -211,7 +212,7 @@ async def _take_records(connection: DataSocket, session: FetchSession, took: Too
             took(events)
 
 
-async def _raise_status(call: FetchCall) -> None:
+async def raise_status(call: FetchCall | StoreCall) -> None:
     """Raises the status that the server has ended the call with, if it has."""
     try:
         async with asyncio.timeout(_STATUS_S):
@@ -237,6 +238,9 @@ class TcpStorePlane:
     async def send(self, header: FrameHeader, views: Sequence[memoryview]) -> None:
         await self._send((encode_frame(header, sum(map(len, views))), *views))
 
+    async def settle(self) -> None:
+        """The kernel has its copies."""
+
     async def finish(self) -> None:
         await self._send((encode_finish(),))
         await self._call.done_writing()
@@ -250,11 +254,16 @@ class TcpStorePlane:
                 connection.close()
 
     async def _send(self, buffers: Sequence[Buffer]) -> None:
-        connection = self._connection  # `close` drops it, also while this waits
+        with self._open_connection() as connection:
+            await connection.send(buffers)
+
+    @contextmanager
+    def _open_connection(self) -> Iterator[DataSocket]:
+        """Closes it if the block ends in the middle: nothing that follows could be read."""
+        connection = self._connection  # `close` drops it, also while the block waits
         assert connection is not None, "not open"
         try:
-            await connection.send(buffers)
+            yield connection
         except BaseException:
-            # Cancelled inside a record: nothing that follows could be read.
             connection.close()
             raise

@@ -8,7 +8,7 @@ from kvserve.model import Descriptor
 from kvserve.transfer.planes.base import FetchPlane, StorePlane
 from kvserve.transfer.planes.data_port import DataPort
 from kvserve.transfer.planes.grpc import GrpcFetchPlane, GrpcStorePlane, Read, Write
-from kvserve.transfer.planes.shm import ShmFetchPlane
+from kvserve.transfer.planes.shm import ShmFetchPlane, ShmStorePlane
 from kvserve.transfer.planes.tcp import TcpFetchPlane, TcpStorePlane
 
 _WANTED_MAX = 16
@@ -39,7 +39,7 @@ class Planes:
         Raises:
             InvalidRequest: none of them is there.
         """
-        match self._pick(wanted, self.names):
+        match self._pick(wanted):
             case "shm":
                 return ShmFetchPlane(write, self._port, descriptor, layers)
             case "tcp":
@@ -48,16 +48,20 @@ class Planes:
                 return nullcontext(GrpcFetchPlane(write))
 
     def store(
-        self, wanted: Sequence[str], read: Read, write: Write
+        self, wanted: Sequence[str], descriptor: Descriptor, read: Read, write: Write
     ) -> AbstractAsyncContextManager[StorePlane]:
-        """The same for a store; shm is for fetches only."""
-        names = [name for name in self.names if name != "shm"]
-        if self._pick(wanted, names) == "tcp":
-            return TcpStorePlane(read, write, self._frame_size_bytes_max, self._port)
-        return nullcontext(GrpcStorePlane(read, write, self._frame_size_bytes_max))
+        """The same for a store."""
+        size = self._frame_size_bytes_max
+        match self._pick(wanted):
+            case "shm":
+                return ShmStorePlane(read, write, size, self._port, descriptor)
+            case "tcp":
+                return TcpStorePlane(read, write, size, self._port)
+            case _:
+                return nullcontext(GrpcStorePlane(read, write, size))
 
-    @staticmethod
-    def _pick(wanted: Sequence[str], names: Sequence[str]) -> str:
+    def _pick(self, wanted: Sequence[str]) -> str:
+        names = self.names
         for name in wanted[:_WANTED_MAX]:
             if name in names:
                 return name

@@ -21,41 +21,39 @@ class Clock:
 
 def test_by_itself_the_best_that_the_region_allows() -> None:
     choice = PlaneChoice("auto", "host:1")
-    assert list(choice.for_fetch(PRIVATE)) == ["tcp", "grpc"]
-    assert list(choice.for_fetch(SharedRegion(1))) == ["shm", "tcp", "grpc"]
-    assert list(choice.for_store()) == ["tcp", "grpc"]
+    assert list(choice.for_region(PRIVATE)) == ["tcp", "grpc"]
+    assert list(choice.for_region(SharedRegion(1))) == ["shm", "tcp", "grpc"]
 
 
 @pytest.mark.parametrize("plane", ["grpc", "tcp"])
 def test_a_pinned_plane_is_the_only_one(plane: str) -> None:
     choice = PlaneChoice(plane, "host:1")
-    assert list(choice.for_fetch(SharedRegion(1))) == [plane]
-    assert list(choice.for_store()) == [plane]
+    assert list(choice.for_region(SharedRegion(1))) == [plane]
+    assert list(choice.for_region(PRIVATE)) == [plane]
     with pytest.raises(ServerUnavailable, match=f"host:1: plane {plane}: gone"):
         choice.without([plane], Unreachable(plane, "gone"))
 
 
-def test_pinned_shm_is_for_fetches_into_shared_memory() -> None:
+def test_pinned_shm_is_for_shared_memory() -> None:
     choice = PlaneChoice("shm", "host:1")
-    assert list(choice.for_fetch(SharedRegion(1))) == ["shm"]
-    assert list(choice.for_store()) == ["tcp", "grpc"]
-    with pytest.raises(InvalidRequest, match="into a SharedRegion only"):
-        choice.for_fetch(PRIVATE)
+    assert list(choice.for_region(SharedRegion(1))) == ["shm"]
+    with pytest.raises(InvalidRequest, match="plane shm takes a SharedRegion only"):
+        choice.for_region(PRIVATE)
 
 
 def test_what_cannot_be_reached_is_avoided_for_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     choice = PlaneChoice("auto", "host:1", clock=clock)
     region = SharedRegion(1)
-    left = choice.without(choice.for_fetch(region), Unreachable("shm", "another host"))
+    left = choice.without(choice.for_region(region), Unreachable("shm", "another host"))
     assert list(left) == ["tcp", "grpc"]
     clock.now = 10
     assert list(choice.without(left, Unreachable("tcp", "a firewall"))) == ["grpc"]
-    assert list(choice.for_fetch(region)) == list(choice.for_store()) == ["grpc"]
+    assert list(choice.for_region(region)) == ["grpc"]
     clock.now = 60
-    assert list(choice.for_fetch(region)) == ["shm", "grpc"]
+    assert list(choice.for_region(region)) == ["shm", "grpc"]
     clock.now = 70
-    assert list(choice.for_fetch(region)) == ["shm", "tcp", "grpc"]
+    assert list(choice.for_region(region)) == ["shm", "tcp", "grpc"]
     assert "host:1: a firewall; tcp is avoided for 60 s" in caplog.text
 
 
