@@ -6,8 +6,10 @@ check the root -> bind -> SERVING -> (SIGTERM) NOT_SERVING -> wait for transfers
 """
 
 import asyncio
+import errno
 import logging
 import signal
+import socket
 from collections.abc import Callable
 
 import grpc
@@ -141,7 +143,10 @@ class Server:
         try:
             port = server.add_insecure_port(self.address)
         except RuntimeError as error:
-            raise InvalidRequest(f"cannot listen on {self.address}: {error}") from error
+            why = _why_not(self.address) or error
+            raise InvalidRequest(
+                f"cannot listen on {self.address} (server.listen): {why}"
+            ) from error
         if config.server.metrics_listen:
             self.metrics_address = await asyncio.get_running_loop().run_in_executor(
                 self._threads, self._metrics.listen_blocking, config.server.metrics_listen
@@ -205,6 +210,23 @@ async def serve(config: Config, *, started: Callable[[Server], None]) -> None:
     started(server)
     await stopping.wait()
     await server.stop()
+
+
+def _why_not(address: str) -> str:
+    """What the system says to this address: gRPC only says that it failed. Empty: nothing."""
+    if address.startswith("unix:"):
+        return ""
+    host, _, port = address.rpartition(":")
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((host.strip("[]"), int(port)))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return "the port is in use, by another server?"
+        return error.strerror or str(error)
+    return ""
 
 
 def _data_port(limits: LimitsConfig) -> DataPort:

@@ -5,11 +5,15 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from kvserve.cli import app
+from kvserve.errors import InvalidRequest
 from kvserve.testing.server_process import ServerProcess
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -130,7 +134,7 @@ def test_errors_are_one_line_and_name_the_thing(
 BAD_STARTS = {
     "no root": ([], "store.root is not set"),
     "root in /proc": (["--root", "/proc/kv"], "mkdir /proc/kv: ENOENT"),
-    "root is a file": (["--root", __file__], "EEXIST"),
+    "root is a file": (["--root", __file__], f"the root {__file__} (store.root) is no directory"),
     "unknown setting": (["--root", "{tmp}", "--set", "limits.foo=1"], "limits.foo: unknown"),
     "unknown section": (["--root", "{tmp}", "--set", "x.y=1"], "x: unknown"),
     "bad value": (
@@ -140,7 +144,11 @@ BAD_STARTS = {
     "bad durability": (["--root", "{tmp}", "--set", "store.durability=x"], "store.durability"),
     "no equals sign": (["--root", "{tmp}", "--set", "limits"], "must be SECTION.KEY=VALUE"),
     "bad address": (["--root", "{tmp}", "--listen", "nonsense"], "server.listen"),
-    "address taken": (["--root", "{tmp}", "--listen", "{taken}"], "cannot listen on 127.0.0.1:"),
+    "address taken": (["--root", "{tmp}", "--listen", "{taken}"], "the port is in use"),
+    "address of another host": (
+        ["--root", "{tmp}", "--listen", "192.0.2.1:7411", "--set", "server.data_listen=off"],
+        "cannot listen on 192.0.2.1:7411 (server.listen): Cannot assign",
+    ),
     "no config file": (["--root", "{tmp}", "--config", "{tmp}/none.toml"], "cannot read config"),
     "frames larger than messages": (
         ["--root", "{tmp}", "--set", "limits.frame_size_bytes=16MiB"],
@@ -200,6 +208,36 @@ def test_settings_come_from_file_then_options(tmp_path: Path) -> None:
         info = json.loads(kvserve("stat", "--server", server.address, "--json").stdout)
         assert (info["transfers_max"], info["chunks_max"]) == (8, 9)
         assert "transfers_max = 8" in server.log(), "effective settings are printed"
+
+
+def test_keys_of_tenants_and_the_settings_explained(tmp_path: Path) -> None:
+    def shown(*arguments: str, code: int = 0) -> str:
+        ended = CliRunner().invoke(app, ["serve", "--print-config", *arguments])
+        assert ended.exit_code == code, ended.output
+        return ended.stdout
+
+    assert shown() == (DOCS.parent / "deploy" / "kvserve.example.toml").read_text("utf-8")
+    config = tmp_path / "kvserve.toml"
+    config.write_text("[tenants.b]\nfiles_max = 7\n")
+    tenants = ("--set", "tenants.b.size_bytes_max=500000", "--set", "tenants.a.b.files_max=3")
+    found = tomllib.loads(shown("--config", str(config), *tenants))["tenants"]
+    assert (found["b"]["size_bytes_max"], found["b"]["files_max"]) == (500_000, 7)
+    assert found["a.b"]["files_max"] == 3, "names of tenants may have dots"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["tenants.b.size=5"], "tenants.b.size: unknown"),
+        (["tenants.b=5"], "tenants.b: "),
+        (["tenants.b=5", "tenants.b.files_max=5"], "tenants.b was set to no table before"),
+        (["limits.a.b=5"], "limits.a.b: unknown"),
+    ],
+)
+def test_bad_keys_are_named(settings: list[str], words: str) -> None:
+    arguments = [text for setting in settings for text in ("--set", setting)]
+    with pytest.raises(InvalidRequest, match=re.escape(words)):
+        CliRunner().invoke(app, ["serve", *arguments], catch_exceptions=False)
 
 
 def test_demo() -> None:
