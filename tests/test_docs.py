@@ -1,11 +1,15 @@
 """What the documents say is what the code does: the disk format and the example settings."""
 
+import inspect
 import re
+from enum import Enum
 from pathlib import Path
 
 import pytest
 import xxhash
 
+import kvclient
+from kvclient import AsyncClient, BlockingFetch, BlockingStore, Client
 from kvserve.config import Config, ServerConfig, StoreConfig, load_config, render_toml
 from kvserve.format.chunk_file import ALIGNMENT_BYTES, MAGIC, VERSION, ChunkGeometry
 from kvserve.metrics import Metrics
@@ -142,3 +146,19 @@ class TestOperations:
         for family in metrics.registry.collect():
             total = "_total" if family.type == "counter" else ""
             assert f"`{family.name}{total}" in self.text, family.name
+
+
+class TestDocstrings:
+    """The client's docstrings are its reference, see docs/client.md."""
+
+    @pytest.mark.parametrize("name", kvclient.__all__)
+    def test_every_public_name_has_one(self, name: str) -> None:
+        found = getattr(kvclient, name)
+        assert inspect.getdoc(found), name
+        if not inspect.isclass(found) or issubclass(found, Enum):
+            return
+        for method, value in vars(found).items():
+            if method.startswith("_") or not (callable(value) or isinstance(value, property)):
+                continue
+            if found in (Client, AsyncClient, BlockingFetch, BlockingStore):
+                assert inspect.getdoc(getattr(found, method)), f"{name}.{method}"

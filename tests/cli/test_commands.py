@@ -1,5 +1,6 @@
 """The command line as a person or a script uses it: real processes, exit codes, words."""
 
+import io
 import json
 import os
 import re
@@ -10,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from kvserve.cli import app
+from kvserve.cli import app, transfers
 from kvserve.errors import InvalidRequest
 from kvserve.testing.server_process import ServerProcess
 
@@ -53,9 +55,13 @@ def test_put_lookup_get_delete(server: ServerProcess, descriptor: Path, tmp_path
     payload, copy = tmp_path / "kv.bin", tmp_path / "copy.bin"
     payload.write_bytes(os.urandom(131_072))
     assert "1 MISS_ABSENT" in kvserve("lookup", str(descriptor), *at).stdout
-    assert "1 MISS_ABSENT" in kvserve("get", str(descriptor), str(copy), *at, code=1).stdout
+    absent = kvserve("get", str(descriptor), str(copy), *at, code=1)
+    assert "1 MISS_ABSENT" in absent.stdout
+    assert absent.stderr == "", "bars are for terminals"
     assert not copy.exists(), "a file that is not whole is not left behind"
-    assert "1 STORED" in kvserve("put", str(descriptor), str(payload), *at).stdout
+    stored = kvserve("put", str(descriptor), str(payload), *at)
+    assert "1 STORED" in stored.stdout
+    assert stored.stderr == ""
     again = json.loads(kvserve("put", str(descriptor), str(payload), *at, "--json").stdout)
     assert again["statuses"] == ["KNOWN"]
     found = json.loads(kvserve("lookup", str(descriptor), *at, "--json").stdout)
@@ -64,6 +70,29 @@ def test_put_lookup_get_delete(server: ServerProcess, descriptor: Path, tmp_path
     assert copy.read_bytes() == payload.read_bytes()
     assert "1 DELETED" in kvserve("delete", str(descriptor), *at).stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy.bin", "kv.bin", "prefix.json"]
+
+
+def test_the_bar_counts_the_bytes_that_came(
+    server: ServerProcess, descriptor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a terminal: of chunks that are absent, none."""
+    payload, copy = str(tmp_path / "kv.bin"), str(tmp_path / "copy.bin")
+    Path(payload).write_bytes(os.urandom(131_072))
+    at = ["--server", server.address]
+    console = Console(force_terminal=True, width=200, file=io.StringIO())
+    monkeypatch.setattr(transfers, "errors", console)
+
+    def last_bar(*arguments: str) -> str:
+        CliRunner().invoke(app, [*arguments, *at])
+        lines = [
+            it for it in re.split(r"[\r\n]", console.file.getvalue()) if "bytes" in it or "/" in it
+        ]
+        return lines[-1]
+
+    assert "0.0/128.0" in last_bar("get", str(descriptor), copy)
+    assert "128.0/128.0" in last_bar("put", str(descriptor), payload)
+    assert "128.0/128.0" in last_bar("get", str(descriptor), copy)
+    assert "0.0/128.0" in last_bar("put", str(descriptor), payload), "it is there: nothing to send"
 
 
 def test_stat(server: ServerProcess) -> None:
