@@ -6,10 +6,8 @@ check the root -> bind -> SERVING -> (SIGTERM) NOT_SERVING -> wait for transfers
 """
 
 import asyncio
-import errno
 import logging
 import signal
-import socket
 from collections.abc import Callable
 
 import grpc
@@ -26,6 +24,7 @@ from kvserve.fs.threads import FsThreads
 from kvserve.metrics import Metrics
 from kvserve.open_tree import OpenTree, open_tree_blocking
 from kvserve.rpc.health import Health
+from kvserve.rpc.listening import why_not_bound
 from kvserve.rpc.servicer import Servicer
 from kvserve.service import Service
 from kvserve.storage_health import StorageHealth
@@ -143,7 +142,7 @@ class Server:
         try:
             port = server.add_insecure_port(self.address)
         except RuntimeError as error:
-            why = _why_not(self.address) or error
+            why = why_not_bound(self.address) or error
             raise InvalidRequest(
                 f"cannot listen on {self.address} (server.listen): {why}"
             ) from error
@@ -210,23 +209,6 @@ async def serve(config: Config, *, started: Callable[[Server], None]) -> None:
     started(server)
     await stopping.wait()
     await server.stop()
-
-
-def _why_not(address: str) -> str:
-    """What the system says to this address: gRPC only says that it failed. Empty: nothing."""
-    if address.startswith("unix:"):
-        return ""
-    host, _, port = address.rpartition(":")
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family) as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((host.strip("[]"), int(port)))
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return "the port is in use, by another server?"
-        return error.strerror or str(error)
-    return ""
 
 
 def _data_port(limits: LimitsConfig) -> DataPort:

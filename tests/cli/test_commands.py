@@ -162,6 +162,11 @@ def test_errors_are_one_line_and_name_the_thing(
 
 BAD_STARTS = {
     "no root": ([], "store.root is not set"),
+    "port in use": (["--root", "{tmp}", "--listen", "{taken}"], "the port is in use, by another"),
+    "address of another host": (
+        ["--root", "{tmp}", "--listen", "192.0.2.1:7411", "--set", "server.data_listen=off"],
+        "cannot listen on 192.0.2.1:7411 (server.listen): Cannot assign",
+    ),
     "root in /proc": (["--root", "/proc/kv"], "mkdir /proc/kv: ENOENT"),
     "root is a file": (["--root", __file__], f"the root {__file__} (store.root) is no directory"),
     "unknown setting": (["--root", "{tmp}", "--set", "limits.foo=1"], "limits.foo: unknown"),
@@ -173,11 +178,7 @@ BAD_STARTS = {
     "bad durability": (["--root", "{tmp}", "--set", "store.durability=x"], "store.durability"),
     "no equals sign": (["--root", "{tmp}", "--set", "limits"], "must be SECTION.KEY=VALUE"),
     "bad address": (["--root", "{tmp}", "--listen", "nonsense"], "server.listen"),
-    "address taken": (["--root", "{tmp}", "--listen", "{taken}"], "the port is in use"),
-    "address of another host": (
-        ["--root", "{tmp}", "--listen", "192.0.2.1:7411", "--set", "server.data_listen=off"],
-        "cannot listen on 192.0.2.1:7411 (server.listen): Cannot assign",
-    ),
+    "address taken": (["--root", "{tmp}", "--listen", "{taken}"], "cannot listen on 127.0.0.1:"),
     "no config file": (["--root", "{tmp}", "--config", "{tmp}/none.toml"], "cannot read config"),
     "frames larger than messages": (
         ["--root", "{tmp}", "--set", "limits.frame_size_bytes=16MiB"],
