@@ -321,21 +321,34 @@ def load_config(path: Path | None, overrides: Mapping[str, Mapping[str, Any]]) -
             values = tomllib.loads(path.read_text("utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise InvalidRequest(f"cannot read config {path}: {error}") from error
-    for section, entries in overrides.items():
-        base = values.setdefault(section, {})
-        if isinstance(base, dict):
-            values[section] = {**base, **entries}
+    values = {
+        **overrides,
+        **{section: _merged(base, overrides.get(section, {})) for section, base in values.items()},
+    }
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
         lines = [
-            f"  {'.'.join(map(str, item['loc']))}: unknown, see deploy/kvserve.example.toml"
+            f"  {'.'.join(map(str, item['loc']))}: unknown, see `kvserve serve --print-config`"
             if item["type"] == "extra_forbidden"
             else f"  {'.'.join(map(str, item['loc']))}: {item['msg']} (got {item['input']!r:.80})"
             for item in error.errors()
         ]
         raise InvalidRequest(f"invalid settings in {source}:\n" + "\n".join(lines)) from error
     return config
+
+
+def _merged(base: Any, over: Mapping[str, Any]) -> Any:
+    """`base` with what `over` says of its keys; tables in it (a tenant's) are merged, too."""
+    if not isinstance(base, dict):
+        return base  # no section: the validation says so
+    changed = {
+        key: _merged(base[key], value)
+        if isinstance(value, Mapping) and isinstance(base.get(key), dict)
+        else value
+        for key, value in over.items()
+    }
+    return {**base, **changed}
 
 
 def parse_value(text: str) -> Any:

@@ -27,12 +27,6 @@ from kvserve.transfer.turns import Turns
 
 log = logging.getLogger(__name__)
 
-_REFUSED = Verdict(
-    ChunkStatus.NO_SPACE,
-    "the limit of the tree or of the tenant is reached (settings [capacity]); retry when eviction "
-    "has made room",
-)
-
 
 class Transfers:
     """One per server; whom to let in is decided before."""
@@ -215,7 +209,8 @@ class Transfers:
                 await self._abandon_left(writers)
             finally:
                 room.close()
-        return dict.fromkeys(refused, _REFUSED) | verdicts
+        text = f"no room: {room.refused_by}; retry when eviction has made some"
+        return dict.fromkeys(refused, Verdict(ChunkStatus.NO_SPACE, text)) | verdicts
 
     async def _keep_known(self, where: ChunkLocations, missing: Sequence[int]) -> None:
         """Before chunks are acknowledged that were there: with "power" their names must stay, too.

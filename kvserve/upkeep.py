@@ -198,7 +198,7 @@ class Upkeep:
             )
         if result is not None and (result.removed or result.failed):
             log.info("swept after dead servers: %s", result)
-        self._note(expired, f"not used for {self._ttl_s:.0f} s")
+        self._note(expired, f"not used for {self._ttl_s:.0f} s (capacity.ttl_s)")
 
     def _end_count_blocking(
         self, count: TreeCount, others: dict[str, UsageByTenant], is_whole: bool
@@ -255,7 +255,7 @@ class Upkeep:
     def _note(self, result: EvictionResult, why: str) -> None:
         self._metrics.evicted(result.evicted, result.failed)
         if result.evicted or result.failed:
-            log.info("evicted %s: %s", why, result)
+            log.info("%s: %s", why, result)
 
     async def _run(self, line: _Line, call: Callable[..., _T], *args: object) -> _T:
         # The wait is over before the step is overdue: it does not begin when nobody waits for it.

@@ -119,6 +119,7 @@ class AsyncClient:
         return Region(buffer)
 
     async def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
+        """What the server is and accepts: version, planes, limits."""
         request = pb.GetServerInfoRequest()
         reply: pb.GetServerInfoReply = await self._answer(
             "GetServerInfo", lambda rpcs: rpcs.get_server_info, request, timeout_s

@@ -312,7 +312,7 @@ def _checked(root: Path | None) -> Path | None:
 
 def _known(plane: str) -> str:
     if plane not in (AUTO, *PLANES):
-        raise InvalidRequest(f"--plane {plane} must be {AUTO}, {' or '.join(PLANES)}")
+        raise InvalidRequest(f"--plane {plane} must be one of {', '.join((AUTO, *PLANES))}")
     return plane
 
 

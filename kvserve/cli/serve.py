@@ -28,15 +28,22 @@ def serve(
         int | None, typer.Option(help="Processes behind the address (server.workers).")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="TOML file; see deploy/kvserve.example.toml.")
+        Path | None, typer.Option(help="TOML file; --print-config shows every setting.")
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="SECTION.KEY=VALUE, over the file; may be repeated."),
+        typer.Option(
+            "--set",
+            help="SECTION.KEY=VALUE or tenants.NAME.KEY=VALUE, over the file; may be repeated.",
+        ),
     ] = None,
     address_file: Annotated[
         Path | None, typer.Option(help="Write the bound address here once the server answers.")
     ] = None,
+    print_config: Annotated[
+        bool,
+        typer.Option("--print-config", help="Print the settings, explained, as TOML, and exit."),
+    ] = False,
 ) -> None:
     """Serve a directory. Stops cleanly on SIGTERM and Ctrl-C."""
     overrides = _overrides(settings or [])
@@ -47,6 +54,9 @@ def serve(
     if workers is not None:
         overrides.setdefault("server", {})["workers"] = workers
     effective = load_config(config, overrides)
+    if print_config:
+        typer.echo(render_toml(effective, with_comments=True), nl=False)
+        return
     logging.basicConfig(
         level=effective.server.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -81,5 +91,12 @@ def _overrides(settings: list[str]) -> dict[str, dict[str, Any]]:
         section, dot, key = name.partition(".")
         if not (equals and dot and section and key):
             raise InvalidRequest(f"--set {setting!r} must be SECTION.KEY=VALUE")
-        found.setdefault(section, {})[key] = parse_value(value)
+        entries = found.setdefault(section, {})
+        # A tenant's name may have dots, its keys have none.
+        tenant, dot, tenant_key = key.rpartition(".")
+        if section == "tenants" and dot:
+            entries, key = entries.setdefault(tenant, {}), tenant_key
+        if not isinstance(entries, dict):
+            raise InvalidRequest(f"--set {setting!r}: tenants.{tenant} was set to no table before")
+        entries[key] = parse_value(value)
     return found

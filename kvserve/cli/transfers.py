@@ -55,9 +55,10 @@ def put(
             _progress("put", descriptor, as_json) as advance,
             client.store(descriptor, region) as handle,
         ):
+            needed = len(handle.needed())
             for layer_index in descriptor.layer_order:
                 handle.store_layer(layer_index)
-                advance(layer_index)
+                advance(layer_index, needed)
             result = handle.finish()
     _report("put", descriptor, result.verdicts, time.perf_counter() - started, as_json)
     if not result.is_whole:
@@ -86,7 +87,7 @@ def get(
                 client.fetch(descriptor, region) as handle,
             ):
                 for event in handle.layers():
-                    advance(event.layer_index)
+                    advance(event.layer_index, descriptor.chunk_count - len(event.missing))
                 result = handle.wait()
         if result.is_whole:
             temp.replace(output)
@@ -162,15 +163,16 @@ def stat(
 @contextmanager
 def _progress(
     verb: str, descriptor: Descriptor, is_silent: bool
-) -> Iterator[Callable[[int], None]]:
-    """A progress bar on standard error, moved by layer index; none with --json."""
+) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on standard error, where that is a terminal; moved by layer index and the
+    chunks whose bytes of it have moved. None with --json."""
+    is_silent = is_silent or not errors.is_terminal
     columns = (BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeElapsedColumn())
     with Progress(verb, *columns, console=errors, disable=is_silent) as bar:
         task = bar.add_task(verb, total=descriptor.payload_size_bytes)
 
-        def advance(layer_index: int) -> None:
-            size = descriptor.layout.slice_sizes[layer_index] * descriptor.chunk_count
-            bar.advance(task, size)
+        def advance(layer_index: int, chunks: int) -> None:
+            bar.advance(task, descriptor.layout.slice_sizes[layer_index] * chunks)
 
         yield advance
 

@@ -24,6 +24,7 @@ from kvserve.fs.threads import FsThreads
 from kvserve.metrics import Metrics
 from kvserve.open_tree import OpenTree, open_tree_blocking
 from kvserve.rpc.health import Health
+from kvserve.rpc.listening import why_not_bound
 from kvserve.rpc.servicer import Servicer
 from kvserve.rpc.tls import ServerTls, load_tls_blocking
 from kvserve.service import Service
@@ -153,7 +154,10 @@ class Server:
             else:
                 port = server.add_secure_port(self.address, self._tls.credentials)
         except RuntimeError as error:
-            raise InvalidRequest(f"cannot listen on {self.address}: {error}") from error
+            why = why_not_bound(self.address) or error
+            raise InvalidRequest(
+                f"cannot listen on {self.address} (server.listen): {why}"
+            ) from error
         if config.server.metrics_listen:
             self.metrics_address = await asyncio.get_running_loop().run_in_executor(
                 self._threads, self._metrics.listen_blocking, config.server.metrics_listen

@@ -47,6 +47,14 @@ class EvictionResult:
     held: int = 0
     failed: int = 0
 
+    def __str__(self) -> str:
+        text = f"evicted {self.evicted.files} chunks of {self.evicted.size_bytes} bytes in all"
+        if self.held:
+            text += f"; {self.held} stay, which are leased, pinned, under a floor or were just used"
+        if self.failed:
+            text += f"; {self.failed} could not be looked at or deleted"
+        return text
+
 
 class Evictor:
     """All methods block; one thread at a time. `clock`: wall time, as files are stamped with."""

@@ -219,7 +219,7 @@ def test_a_plane_by_name(command: str, plane: str, tmp_path: Path) -> None:
 def test_a_plane_that_nobody_knows(command: str) -> None:
     ended = bench(command, *TINY, "--plane", "rdma")
     assert ended.returncode == 1
-    assert "--plane rdma must be auto, shm or tcp or grpc" in ended.stderr
+    assert "--plane rdma must be one of auto, shm, tcp, grpc" in ended.stderr
 
 
 def test_lookup(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ the client's region once the fetch has ended, whenever the file call comes back.
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import closing
 from dataclasses import dataclass
 
 import pytest
@@ -66,7 +65,7 @@ async def test_a_read_that_comes_back_late_writes_into_nobody_s_memory(
     hung: Hung, plane: str
 ) -> None:
     async with AsyncClient(hung.server.address, timeout_s=20, plane=plane) as client:
-        with closing(SharedRegion(SLOW.payload_size_bytes)) as region:
+        with SharedRegion(SLOW.payload_size_bytes) as region:
             # The file is open: what hangs is the read of a slice.
             assert (await client.fetch(SLOW, region).wait()).is_whole
             hung.hang("read_into")
@@ -85,7 +84,7 @@ async def test_a_read_that_comes_back_late_writes_into_nobody_s_memory(
             assert all(bytes(it) == b"\xaa" * len(it) for it in kept)
             for buffer in kept:
                 buffers.give(buffer)
-        with closing(SharedRegion(OTHER.payload_size_bytes)) as other:
+        with SharedRegion(OTHER.payload_size_bytes) as other:
             result = await client.fetch(OTHER, other).wait()
             assert [it.status for it in result.verdicts] == [HIT] * OTHER.chunk_count
             assert bytes(other.view) == bytes(payload_for(OTHER))

@@ -30,7 +30,7 @@ class PlaneChoice:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if plane not in (AUTO, *PLANES):
-            raise InvalidRequest(f"plane {plane!r} must be {AUTO}, {' or '.join(PLANES)}")
+            raise InvalidRequest(f"plane {plane!r} must be one of {', '.join((AUTO, *PLANES))}")
         host = "127.0.0.1" if address.startswith("unix:") else address.rpartition(":")[0]
         self.connections = DataConnections(host, security)
         self._address = address
