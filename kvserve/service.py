@@ -19,6 +19,7 @@ from kvserve.storage_health import StorageHealth
 from kvserve.store.locations import ChunkLocations
 from kvserve.transfer.long_steps import CHUNKS_IN_PLACE_MAX, LongSteps
 from kvserve.transfer.planes.base import FetchPlane, StorePlane
+from kvserve.transfer.staging import Staging
 from kvserve.transfer.turns import Turns
 from kvserve.transfers import Transfers
 
@@ -33,6 +34,8 @@ class Service:
         limits: LimitsConfig,
         metrics: Metrics,
         *,
+        staging: Staging,
+        reads_in_flight: int,
         health: StorageHealth,
         lease_ttl_s_max: float,
         store_refused: Callable[[], None],
@@ -58,6 +61,8 @@ class Service:
             long_steps=self.long_steps,
             health=health,
             turns=self._turns,
+            staging=staging,
+            reads_in_flight=reads_in_flight,
             store_refused=store_refused,
         )
 

@@ -6,8 +6,8 @@ secret at once; it is good for one transfer and for some seconds. After a transf
 the connection waits here for the next secret, so that a client that fetches layer by layer connects
 once. After any other end it is closed: its stream may be cut in the middle of a frame.
 
-Bounds: connections (waiting and in use together), the time to show a secret, idle time, and the
-frame memory that is kept. A secret is never logged. They are looked up by their digest, so that the
+Bounds: connections (waiting and in use together), the time to show a secret, and idle time. A
+secret is never logged. They are looked up by their digest, so that the
 time which that takes tells nothing about them, and compared in constant time.
 """
 
@@ -24,6 +24,7 @@ from hashlib import sha256
 from kvserve.data_socket import DataSocket
 from kvserve.errors import DeadlineExceeded, InvalidRequest, ServerUnavailable
 from kvserve.format.records import HELLO_MAGIC, HELLO_SIZE_BYTES, SECRET_SIZE_BYTES
+from kvserve.transfer.staging import Staging
 
 log = logging.getLogger(__name__)
 
@@ -42,25 +43,6 @@ def forget_memory(connection: DataSocket) -> None:
     memory, connection.memory = connection.memory, None
     if isinstance(memory, mmap.mmap):
         asyncio.get_running_loop().run_in_executor(None, memory.close)
-
-
-class FrameBuffers:
-    """Memory for frames that is used again, for it is in the CPU's cache; at most `kept_max` kept.
-
-    What was taken and is not given back is simply gone.
-    """
-
-    def __init__(self, size_bytes: int, kept_max: int) -> None:
-        self.size_bytes = size_bytes
-        self._kept_max = kept_max
-        self._kept: list[memoryview] = []
-
-    def take(self) -> memoryview:
-        return self._kept.pop() if self._kept else memoryview(bytearray(self.size_bytes))
-
-    def give(self, buffer: memoryview) -> None:
-        if len(self._kept) < self._kept_max:
-            self._kept.append(buffer)
 
 
 class Expected:
@@ -85,7 +67,7 @@ class DataPort:
     """One per server. `address` and `unix_address` are what clients are told, empty if nothing
     listens there; `refused` counts wrong hellos."""
 
-    def __init__(self, buffers: FrameBuffers, *, connections_max: int) -> None:
+    def __init__(self, buffers: Staging, *, connections_max: int) -> None:
         self.buffers = buffers
         self.address = ""
         self.unix_address = ""

@@ -114,7 +114,8 @@ class ShmFetchPlane(TcpFetchPlane):
 
     def new_frame(self, header: FrameHeader, payload_size_bytes: int) -> ShmFrame:
         head = encode_frame(header, payload_size_bytes, RecordKind.LANDED)
-        frame = ShmFrame(head, self._port.buffers.take(), payload_size_bytes)
+        buffer = self._port.buffers.take(payload_size_bytes)
+        frame = ShmFrame(head, buffer, payload_size_bytes)
         size = self._slice_sizes[header.layer_index]
         start = self._starts[header.layer_index]
         frame.at = start + header.first_chunk * size + header.slice_offset
