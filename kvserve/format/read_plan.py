@@ -10,7 +10,7 @@ file. Memory bounds a step; where not even one layer fits, a step is a part of o
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvserve.format.plan import SLICES_A_FRAME_MAX, FramePlan, plan_runs
 
@@ -34,6 +34,14 @@ def staged_size_bytes(payload_size_bytes: int) -> int:
     """The memory that a frame is counted with: the next power of two, so that few sizes of buffers
     serve all frames."""
     return 1 << max(_STAGED_SIZE_BYTES_MIN - 1, payload_size_bytes - 1).bit_length()
+
+
+class NextStep(NamedTuple):
+    """`size_bytes` are at most the budget; `first_chunk` is None if it begins with a layer."""
+
+    size_bytes: int
+    last_layer: int
+    first_chunk: int | None
 
 
 class ReadPlan:
@@ -73,18 +81,24 @@ class ReadPlan:
         self._next = next(self._frames, None)
         return frame
 
-    def step_size_bytes(self, budget_bytes: int) -> int:
-        """What the next step takes, its first frame included; 0 at the end, at most the budget."""
+    def next_step(self, budget_bytes: int) -> NextStep | None:
+        """What the next step would be, its first frame included; None at the end."""
         layers = iter(self._layers)
-        size, frames = self._left_bytes, 0
-        if self._next is None:
-            size, frames = self._layer_cost(next(layers, None))
+        if self._next is not None:
+            first, chunk = self._next.layer_index, self._next.first_chunk
+            size, frames = self._left_bytes, 0
+        elif self._layers and self._runs:
+            first, chunk = next(layers), None
+            size, frames = self._layer_cost(first)
+        else:
+            return None
+        last = first
         for layer_index in islice(layers, self._width - 1):
             more_bytes, more_frames = self._layer_cost(layer_index)
             if size + more_bytes > budget_bytes or frames + more_frames > FRAMES_A_STEP_MAX:
                 break
-            size, frames = size + more_bytes, frames + more_frames
-        return min(size, budget_bytes)
+            last, size, frames = layer_index, size + more_bytes, frames + more_frames
+        return NextStep(min(size, budget_bytes), last, chunk)
 
     def rest_of_step(self, budget_bytes: int) -> list[FramePlan]:
         """What follows the frame that `next_frame` gave last and belongs to the same step."""
@@ -128,10 +142,8 @@ class ReadPlan:
         self._next = next(self._frames)
         return True
 
-    def _layer_cost(self, layer_index: int | None) -> tuple[int, int]:
+    def _layer_cost(self, layer_index: int) -> tuple[int, int]:
         """Bytes and frames of a whole layer, at most: by its longest frame and the runs' number."""
-        if layer_index is None or not self._runs:
-            return 0, 0
         slice_size = self._slice_sizes[layer_index]
         chunks = sum(count for _, count in self._runs)
         per_frame = self._frame_size_bytes // slice_size

@@ -20,7 +20,7 @@ from typing import Generic
 
 from kvserve.format.frames import FrameHeader
 from kvserve.format.plan import FramePlan, leave_out, runs
-from kvserve.format.read_plan import ReadPlan, growing_widths, staged_size_bytes
+from kvserve.format.read_plan import NextStep, ReadPlan, growing_widths, staged_size_bytes
 from kvserve.format.verify import SliceVerifier
 from kvserve.model import ChunkStatus, Layout, Verdict
 from kvserve.transfer.batches import overdue, quiet
@@ -65,6 +65,8 @@ class FetchPump(Generic[C]):
         self._widths = widths
         self._verifier = SliceVerifier()
         self._window: deque[StagedFrame] = deque()
+        self._cold_chunk = 0
+        self._probe = memoryview(bytearray(1))
         self.faults: dict[int, Verdict] = {}
         self.has_read = False
         """A read that was not inline has worked."""
@@ -98,42 +100,55 @@ class FetchPump(Generic[C]):
     def _read_ahead(self, plan: ReadPlan, reads: StepReads[C]) -> None:
         """Starts the next steps while those before them wait for a disk."""
         share = reads.share
-        while self._window[-1].step is not None:
-            budget = self._step_budget(share)
-            size = plan.step_size_bytes(budget)
-            if not size or size > share.room_bytes:
+        while self._window[-1].step is not None and reads.gave_up is None:
+            coming = plan.next_step(self._step_budget(share))
+            if coming is None or coming.size_bytes > share.room_bytes:
                 return
+            if self._is_cached(coming):
+                return  # it is read inline when its turn comes
             first = plan.next_frame()
             if first is None:
                 return
             share.take(staged_size_bytes(first.payload_size_bytes))
-            self._start(first, plan, reads)
+            self._start_step(self._new_frame(first), plan, reads)
+
+    def _is_cached(self, coming: NextStep) -> bool:
+        """Whether a step is in page cache: asked of a chunk that was not, before. Its end, since
+        the system's own readahead comes there last."""
+        index = coming.first_chunk if coming.first_chunk is not None else self._cold_chunk
+        chunk = self._chunks[index]
+        if chunk is None:
+            return False
+        end = self._layout.slice_sizes[coming.last_layer] - 1
+        return self._source.read_cached(chunk, coming.last_layer, end, self._probe)
 
     def _step_budget(self, share: Share) -> int:
         # Half: the next step is read while one is sent.
         return max(share.most_bytes // 2, staged_size_bytes(self._staging.frame_size_bytes))
 
     def _start(self, first: FramePlan, plan: ReadPlan, reads: StepReads[C]) -> None:
-        """Reads a frame inline, or, if it is not in page cache, starts the step that it begins.
-
-        The frame's memory must be counted already.
-        """
-        share = reads.share
+        """Reads a frame inline, or, if it is not in page cache, starts the step that it begins."""
         head = self._read_inline(first)
+        if head.start < first.chunk_count and reads.gave_up is None:
+            self._cold_chunk = first.first_chunk + head.start
+            self._start_step(head, plan, reads)
+            return
+        head.faults = {
+            position: reads.gave_up
+            for position in range(head.start, first.chunk_count)
+            if reads.gave_up is not None
+        }
         self._window.append(head)
-        if head.start == first.chunk_count:
-            return
-        if reads.gave_up is not None:
-            head.faults = dict.fromkeys(range(head.start, first.chunk_count), reads.gave_up)
-            head.start = first.chunk_count
-            return
+
+    def _start_step(self, head: StagedFrame, plan: ReadPlan, reads: StepReads[C]) -> None:
+        """`head` is counted already."""
+        share = reads.share
         budget = min(self._step_budget(share) - head.staged_size_bytes, share.room_bytes)
         step = [head]
         for following in plan.rest_of_step(budget):
-            staged = self._new_frame(following)
-            share.take(staged.staged_size_bytes)
-            step.append(staged)
-            self._window.append(staged)
+            step.append(self._new_frame(following))
+            share.take(step[-1].staged_size_bytes)
+        self._window.extend(step)
         reads.add(Step(step), self._chunks)
 
     def _new_frame(self, plan: FramePlan) -> StagedFrame:
