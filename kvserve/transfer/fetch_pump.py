@@ -16,6 +16,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import Generic
 
 from kvserve.format.frames import FrameHeader
@@ -90,8 +91,7 @@ class FetchPump(Generic[C]):
                             return
                         await share.take_first(staged_size_bytes(first.payload_size_bytes))
                         self._start(first, plan, reads)
-                    self._read_ahead(plan, reads)
-                    await self._finish(self._window.popleft(), reads)
+                    await self._finish(plan, reads)
             finally:
                 # Threads still write into the frames and use the descriptors: wait for them.
                 await reads.close()
@@ -100,7 +100,7 @@ class FetchPump(Generic[C]):
     def _read_ahead(self, plan: ReadPlan, reads: StepReads[C]) -> None:
         """Starts the next steps while those before them wait for a disk."""
         share = reads.share
-        while self._window[-1].step is not None and reads.gave_up is None:
+        while self._may_read_ahead(reads):
             coming = plan.next_step(self._step_budget(share))
             if coming is None or coming.size_bytes > share.room_bytes:
                 return
@@ -111,6 +111,14 @@ class FetchPump(Generic[C]):
                 return
             share.take(staged_size_bytes(first.payload_size_bytes))
             self._start_step(self._new_frame(first), plan, reads)
+
+    def _may_read_ahead(self, reads: StepReads[C]) -> bool:
+        """One step while the one before it is read and sent: more would only take memory."""
+        last = self._window[-1].step
+        if last is None or reads.gave_up is not None or not reads.wants_more:
+            return False
+        head = self._window[0].step
+        return last is head
 
     def _is_cached(self, coming: NextStep) -> bool:
         """Whether a step is in page cache: asked of a chunk that was not, before. Its end, since
@@ -172,9 +180,12 @@ class FetchPump(Generic[C]):
             staged.start += 1
         return staged
 
-    async def _finish(self, staged: StagedFrame, reads: StepReads[C]) -> None:
+    async def _finish(self, ahead: ReadPlan, reads: StepReads[C]) -> None:
+        """Sends the head of the window once it is read."""
+        staged = self._window[0]
         plan, share = staged.plan, reads.share
-        faults = await reads.until_read(staged)
+        faults = await reads.until_read(staged, partial(self._read_ahead, ahead, reads))
+        self._window.popleft()
         frame, staged.frame = staged.frame, None
         assert frame is not None, "a frame is sent once"
         good = [

@@ -15,7 +15,7 @@ import asyncio
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from operator import attrgetter
@@ -130,6 +130,7 @@ class StepReads(Generic[C]):
         self._call_s = 1.0
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
+        self._is_told = False
         self._awaited: tuple[Step, set[int]] | None = None
         self._late_rounds = 0
         self._late_at = 0.0
@@ -147,8 +148,19 @@ class StepReads(Generic[C]):
                 self._queue.append((chunk, (step, index)))
         self._start_jobs()
 
-    async def until_read(self, staged: StagedFrame) -> dict[int, Verdict]:
-        """Waits for the frame's reads; their faults by position in the frame."""
+    @property
+    def wants_more(self) -> bool:
+        """Threads will be idle soon: what is queued does not keep them busy."""
+        return len(self._queue) <= len(self._jobs)
+
+    async def until_read(
+        self, staged: StagedFrame, read_ahead: Callable[[], None]
+    ) -> dict[int, Verdict]:
+        """Waits for the frame's reads; their faults by position in the frame.
+
+        Calls `read_ahead` at once, and again when it may add a step.
+        """
+        read_ahead()
         step = staged.step
         if step is None:
             return staged.faults
@@ -157,12 +169,14 @@ class StepReads(Generic[C]):
             missing = {index for index in staged.chunk_indexes if index not in step.ended}
             self._awaited = (step, missing)
             self._news.clear()
+            self._is_told = False
             missing.difference_update([index for index in missing if index in step.ended])
             if not missing:
                 break
             if self._defect is not None:
                 raise self._defect
             await self._news.wait()
+            read_ahead()
         self._awaited = None
         first = staged.plan.first_chunk
         ended = ((index, step.ended[index]) for index in staged.chunk_indexes)
@@ -211,6 +225,9 @@ class StepReads(Generic[C]):
         step, index = about
         if (fault := self._bad.get(index)) is not None:
             return fault
+        if self.wants_more and not self._is_told:
+            self._is_told = True
+            self._loop.call_soon_threadsafe(self._news.set)
         began = time.monotonic()
         # The frames, not only their memory: a view of a gRPC message does not keep it alive.
         into: list[OutgoingFrame] = []
