@@ -76,7 +76,7 @@ class StoreConfig(_Section):
         "process",
         description="What an acknowledged chunk survives: a killed server, or power loss (fsync).",
     )
-    io_threads: int = Field(16, ge=1, le=1024, description="Threads for blocking file calls.")
+    io_threads: int = Field(64, ge=1, le=1024, description="Threads for blocking file calls.")
     io_timeout_s: float = Field(
         30.0,
         ge=0.05,

@@ -20,6 +20,7 @@ from kvserve.store.locations import ChunkLocations
 from kvserve.transfer.long_steps import CHUNKS_IN_PLACE_MAX, LongSteps
 from kvserve.transfer.planes.base import FetchPlane, StorePlane
 from kvserve.transfer.staging import Staging
+from kvserve.transfer.step_reads import ReadPace
 from kvserve.transfer.turns import Turns
 from kvserve.transfers import Transfers
 
@@ -35,7 +36,7 @@ class Service:
         metrics: Metrics,
         *,
         staging: Staging,
-        reads_in_flight: int,
+        pace: ReadPace,
         health: StorageHealth,
         lease_ttl_s_max: float,
         store_refused: Callable[[], None],
@@ -62,7 +63,7 @@ class Service:
             health=health,
             turns=self._turns,
             staging=staging,
-            reads_in_flight=reads_in_flight,
+            pace=pace,
             store_refused=store_refused,
         )
 

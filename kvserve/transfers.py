@@ -22,6 +22,7 @@ from kvserve.transfer.fetch_pump import FetchPump
 from kvserve.transfer.long_steps import LongSteps
 from kvserve.transfer.planes.base import FetchPlane, StorePlane
 from kvserve.transfer.staging import Staging
+from kvserve.transfer.step_reads import ReadPace
 from kvserve.transfer.store_pump import StorePump
 from kvserve.transfer.store_session import StoreSession
 from kvserve.transfer.turns import Turns
@@ -50,7 +51,7 @@ class Transfers:
         health: StorageHealth,
         turns: Turns,
         staging: Staging,
-        reads_in_flight: int,
+        pace: ReadPace,
         store_refused: Callable[[], None],
     ) -> None:
         self._tree = tree
@@ -63,7 +64,7 @@ class Transfers:
         self._health = health
         self._turns = turns
         self._staging = staging
-        self._reads_in_flight = reads_in_flight
+        self._pace = pace
         self._store_refused = store_refused
 
     async def fetch(self, where: ChunkLocations, layers: Sequence[int], plane: FetchPlane) -> None:
@@ -105,7 +106,7 @@ class Transfers:
             layout=descriptor.layout,
             chunks=chunks,
             staging=self._staging,
-            reads_in_flight=self._reads_in_flight,
+            pace=self._pace,
             turns=self._turns,
         )
         self._tree.recency.fetched(chunks, time.time())

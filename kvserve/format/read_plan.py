@@ -16,18 +16,27 @@ from kvserve.format.plan import SLICES_A_FRAME_MAX, FramePlan, plan_runs
 
 GAP_SIZE_BYTES_MAX: Final = 4095
 """Slices start on 4096: what lies between neighbours is padding, never a layer nobody wants."""
+WORTH_MANY: Final = 8
 FRAMES_A_STEP_MAX: Final = 128
 """Each costs the loop some microseconds to make, and one step is made without a break."""
 _STAGED_SIZE_BYTES_MIN: Final = 4096
 
 
-def growing_widths() -> Iterator[int]:
-    """Layers of the steps after one another: 1, 1, 2, 4, 8, ..."""
+def growing_widths(worth: Callable[[], int] = lambda: 1) -> Iterator[int]:
+    """Layers of the steps after one another: 1, 1, 2, 4, 8, ...
+
+    `worth` says how many layers can be read in the time that an RPC takes for itself. Fewer would
+    cost round trips and save nothing, so steps are at least as wide from the third on; where it is
+    many, from the second on.
+    """
     yield 1
-    width = 1
+    width = worth()
+    if width < WORTH_MANY:
+        yield 1
+        width = max(2, worth())
     while True:
         yield width
-        width *= 2
+        width = max(2 * width, worth())
 
 
 def staged_size_bytes(payload_size_bytes: int) -> int:
@@ -40,6 +49,7 @@ class NextStep(NamedTuple):
     """`size_bytes` are at most the budget; `first_chunk` is None if it begins with a layer."""
 
     size_bytes: int
+    first_layer: int
     last_layer: int
     first_chunk: int | None
 
@@ -58,14 +68,14 @@ class ReadPlan:
         of_runs: Sequence[tuple[int, int]],
         *,
         frame_size_bytes: int,
-        widths: Callable[[], Iterator[int]] = growing_widths,
+        widths: Iterator[int],
     ) -> None:
         self._layers = deque(layers)
         self._slice_sizes = slice_sizes
         self._runs = of_runs
         self._frame_size_bytes = frame_size_bytes
-        self._widths = widths()
-        self._width = next(self._widths)
+        self._widths = widths
+        self._width: int | None = None
         # What is left of the layer that has begun; its next frame is in `_next`.
         self._frames: Iterator[FramePlan] = iter(())
         self._next: FramePlan | None = None
@@ -93,12 +103,12 @@ class ReadPlan:
         else:
             return None
         last = first
-        for layer_index in islice(layers, self._width - 1):
+        for layer_index in islice(layers, self._layers_wanted() - 1):
             more_bytes, more_frames = self._layer_cost(layer_index)
             if size + more_bytes > budget_bytes or frames + more_frames > FRAMES_A_STEP_MAX:
                 break
             last, size, frames = layer_index, size + more_bytes, frames + more_frames
-        return NextStep(min(size, budget_bytes), last, chunk)
+        return NextStep(min(size, budget_bytes), first, last, chunk)
 
     def rest_of_step(self, budget_bytes: int) -> list[FramePlan]:
         """What follows the frame that `next_frame` gave last and belongs to the same step."""
@@ -109,7 +119,7 @@ class ReadPlan:
                 return step
             budget_bytes -= cost
             step.append(self._taken())
-        for _ in range(self._width - 1):
+        for _ in range(self._layers_wanted() - 1):
             if not self._layers:
                 break
             cost, frames = self._layer_cost(self._layers[0])
@@ -120,8 +130,13 @@ class ReadPlan:
             while self._next is not None:
                 budget_bytes -= staged_size_bytes(self._next.payload_size_bytes)
                 step.append(self._taken())
-        self._width = next(self._widths)
+        self._width = None
         return step
+
+    def _layers_wanted(self) -> int:
+        if self._width is None:
+            self._width = next(self._widths)
+        return self._width
 
     def _taken(self) -> FramePlan:
         frame = self.next_frame()
@@ -143,19 +158,23 @@ class ReadPlan:
         return True
 
     def _layer_cost(self, layer_index: int) -> tuple[int, int]:
-        """Bytes and frames of a whole layer, at most: by its longest frame and the runs' number."""
-        slice_size = self._slice_sizes[layer_index]
-        chunks = sum(count for _, count in self._runs)
-        per_frame = self._frame_size_bytes // slice_size
+        """Bytes and frames of a whole layer; more than one step's, if the runs alone are more."""
+        slice_size, frame_size = self._slice_sizes[layer_index], self._frame_size_bytes
+        per_frame = min(frame_size // slice_size, SLICES_A_FRAME_MAX)
+        if len(self._runs) > FRAMES_A_STEP_MAX:  # not counted one by one, for each step
+            return len(self._runs) * staged_size_bytes(frame_size), len(self._runs)
         if not per_frame:
-            whole, rest = divmod(slice_size, self._frame_size_bytes)
-            cost = whole * staged_size_bytes(self._frame_size_bytes)
-            cost += staged_size_bytes(rest) if rest else 0
+            whole, rest = divmod(slice_size, frame_size)
+            chunks = sum(count for _, count in self._runs)
+            cost = whole * staged_size_bytes(frame_size) + (staged_size_bytes(rest) if rest else 0)
             return chunks * cost, chunks * (whole + bool(rest))
-        per_frame = min(per_frame, SLICES_A_FRAME_MAX)
-        frames = sum(-(-count // per_frame) for _, count in self._runs)
-        longest = min(per_frame, max(count for _, count in self._runs))
-        return frames * staged_size_bytes(longest * slice_size), frames
+        cost = frames = 0
+        for _, count in self._runs:
+            whole, rest = divmod(count, per_frame)
+            cost += whole * staged_size_bytes(per_frame * slice_size)
+            cost += staged_size_bytes(rest * slice_size) if rest else 0
+            frames += whole + bool(rest)
+        return cost, frames
 
 
 def reads(places: Sequence[tuple[int, int]]) -> Iterator[tuple[int, list[tuple[int, int]]]]:

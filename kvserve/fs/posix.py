@@ -4,7 +4,7 @@ import ctypes
 import errno
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from kvserve.errors import Overloaded, QuotaExceeded, StorageFull, StorageUnavailable
@@ -94,11 +94,11 @@ class PosixFileSystem:
 
     def read_into(self, fd: int, into: memoryview, offset: int) -> int:
         with _translated("read", fd):
-            return _read_all(fd, [into], offset)
+            return _read_all(fd, (into,), offset)
 
     def read_parts(self, fd: int, parts: Sequence[memoryview], offset: int) -> int:
         with _translated("read", fd):
-            return _read_all(fd, list(parts), offset)
+            return _read_all(fd, parts, offset)
 
     def read_cached(self, fd: int, into: memoryview, offset: int) -> int | None:
         if self._refuses_nowait:
@@ -232,7 +232,8 @@ class PosixFileSystem:
                 os.close(fd)
 
 
-def _read_all(fd: int, parts: list[memoryview], offset: int) -> int:
+def _read_all(fd: int, into: Iterable[memoryview], offset: int) -> int:
+    parts = [part for part in into if part]
     done = 0
     while parts:
         got = os.preadv(fd, parts[:_PARTS_MAX], offset + done)

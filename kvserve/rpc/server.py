@@ -30,6 +30,7 @@ from kvserve.storage_health import StorageHealth
 from kvserve.transfer.planes.data_port import DataPort
 from kvserve.transfer.planes.offered import Planes
 from kvserve.transfer.staging import Staging
+from kvserve.transfer.step_reads import ReadPace
 from kvserve.upkeep import Upkeep
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ class Server:
             config.limits,
             self._metrics,
             staging=staging,
-            reads_in_flight=config.store.io_threads,
+            pace=ReadPace(config.store.io_threads),
             health=storage,
             lease_ttl_s_max=config.capacity.lease_ttl_s_max,
             store_refused=self._upkeep.relieve_soon,

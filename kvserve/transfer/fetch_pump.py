@@ -29,7 +29,7 @@ from kvserve.transfer.chunk_job import ChunkJob
 from kvserve.transfer.planes.base import FetchPlane
 from kvserve.transfer.ports import C, SliceSource
 from kvserve.transfer.staging import Share, Staging
-from kvserve.transfer.step_reads import StagedFrame, Step, StepReads
+from kvserve.transfer.step_reads import ReadPace, StagedFrame, Step, StepReads
 from kvserve.transfer.turns import Turns
 
 
@@ -48,11 +48,10 @@ class FetchPump(Generic[C]):
         layout: Layout,
         chunks: Sequence[C | None],
         staging: Staging,
-        reads_in_flight: int,
+        pace: ReadPace,
         turns: Turns,
-        widths: Callable[[], Iterator[int]] = growing_widths,
+        widths: Callable[[Callable[[], int]], Iterator[int]] = growing_widths,
     ) -> None:
-        """`reads_in_flight`: jobs on the threads at once."""
         self._turns = turns
         self._source = source
         self._threads = threads
@@ -62,11 +61,12 @@ class FetchPump(Generic[C]):
         present = [index for index, chunk in enumerate(chunks) if chunk is not None]
         self._runs = list(runs(present))
         self._staging = staging
-        self._reads_in_flight = reads_in_flight
+        self._pace = pace
         self._widths = widths
         self._verifier = SliceVerifier()
         self._window: deque[StagedFrame] = deque()
         self._cold_chunk = 0
+        self._sent_layers = False
         self._probe = memoryview(bytearray(1))
         self.faults: dict[int, Verdict] = {}
         self.has_read = False
@@ -78,10 +78,10 @@ class FetchPump(Generic[C]):
             self._layout.slice_sizes,
             self._runs,
             frame_size_bytes=self._staging.frame_size_bytes,
-            widths=self._widths,
+            widths=self._widths(self._layers_worth),
         )
         with self._staging.load() as share:
-            reads = StepReads(self._source, self._threads, share, jobs_max=self._reads_in_flight)
+            reads = StepReads(self._source, self._threads, share, self._pace)
             try:
                 while True:
                     await self._turns.take()
@@ -104,6 +104,8 @@ class FetchPump(Generic[C]):
             coming = plan.next_step(self._step_budget(share))
             if coming is None or coming.size_bytes > share.room_bytes:
                 return
+            if not self._sent_layers and coming.first_layer != coming.last_layer:
+                return  # a wide read would take the first layer's share of the machine
             if self._is_cached(coming):
                 return  # it is read inline when its turn comes
             first = plan.next_frame()
@@ -129,6 +131,11 @@ class FetchPump(Generic[C]):
             return False
         end = self._layout.slice_sizes[coming.last_layer] - 1
         return self._source.read_cached(chunk, coming.last_layer, end, self._probe)
+
+    def _layers_worth(self) -> int:
+        """So many that reading a chunk's slices takes as long as waiting for the first byte."""
+        sizes = self._layout.slice_sizes
+        return self._pace.bytes_worth() * len(sizes) // sum(sizes)
 
     def _step_budget(self, share: Share) -> int:
         # Half: the next step is read while one is sent.
@@ -205,6 +212,7 @@ class FetchPump(Generic[C]):
                 single.payload[:] = frame.payload[position * size : (position + 1) * size]
                 await self._plane.send(single)
             share.give(staged_size_bytes(size))
+        self._sent_layers |= not self._window or self._window[0].step is not staged.step
         if not staged.is_kept:
             share.give(staged.staged_size_bytes)
 

@@ -1,10 +1,10 @@
 """The reads of one fetch that wait for a disk: step after step, several chunks at once.
 
-Theory of operation. The steps' chunks are one queue, in order, and up to `jobs_max` jobs on the fs
-threads take from it: no chunk of a step is begun before all those of the step before it are, and no
-thread idles between two steps. A chunk's slices land where they are sent from, in all frames of its
-step, by as few reads as their places in the file allow. The loop is woken when the frame it waits
-for is whole, not for each chunk.
+Theory of operation. The steps' chunks are one queue, in order, and up to `ReadPace.jobs_max` jobs
+on the fs threads take from it: no chunk of a step is begun before all those of the step before it
+are, and no thread idles between two steps. A chunk's slices land where they are sent from, in all
+frames of its step, by as few reads as their places in the file allow. The loop is woken when the
+frame it waits for is whole, not for each chunk.
 
 A call that gives no answer in time takes its chunk out, with all that it has in the queue. If calls
 that began after that are late as well nothing waits for a disk any more in this fetch (`gave_up`):
@@ -32,10 +32,45 @@ from kvserve.transfer.ports import C, Piece, SliceSource
 from kvserve.transfer.staging import Share
 
 _LATE_ROUNDS_MAX: Final = 2
-# So many jobs that what is queued takes each of them about this long: for quick calls few threads,
-# which would only wait for each other and for Python's lock; for slow ones as many as there may be.
 _QUEUE_S: Final = 0.001
 _JOBS_MIN: Final = 2
+_CALL_S_AT_FIRST: Final = 0.0005
+_NEWEST_WEIGHT: Final = 0.1
+# Of one thread, from a parallel file system or page cache; only its order of magnitude matters.
+_BYTES_A_SECOND: Final = 1e9
+
+
+class ReadPace:
+    """How long reads take on this server, and what follows from it; for all its fetches.
+
+    `jobs_max`: jobs of one fetch on the threads at once.
+    """
+
+    def __init__(self, jobs_max: int) -> None:
+        self.jobs_max = jobs_max
+        self._call_s = _CALL_S_AT_FIRST
+        self._latency_s = 0.0
+
+    def __repr__(self) -> str:
+        return (
+            f"<ReadPace {self._call_s * 1000:.2f} ms a read, latency {self._latency_s * 1000:.2f}>"
+        )
+
+    def note(self, call_s: float, size_bytes: int) -> None:
+        """On any thread: an update that is lost to another thread does no harm."""
+        self._call_s += (call_s - self._call_s) * _NEWEST_WEIGHT
+        latency_s = max(0.0, call_s - size_bytes / _BYTES_A_SECOND)
+        self._latency_s += (latency_s - self._latency_s) * _NEWEST_WEIGHT
+
+    def jobs_for(self, reads: int) -> int:
+        """So many that each is busy for about `_QUEUE_S`: for quick reads few threads, which would
+        only wait for each other and for Python's lock; for slow ones as many as there may be."""
+        wanted = max(_JOBS_MIN, round(reads * self._call_s / _QUEUE_S))
+        return min(wanted, self.jobs_max, reads)
+
+    def bytes_worth(self) -> int:
+        """What could be read in the time that a read waits for its first byte."""
+        return int(self._latency_s * _BYTES_A_SECOND)
 
 
 class StagedFrame:
@@ -117,17 +152,15 @@ class StepReads(Generic[C]):
     """
 
     def __init__(
-        self, source: SliceSource[C], threads: Executor, share: Share, *, jobs_max: int
+        self, source: SliceSource[C], threads: Executor, share: Share, pace: ReadPace
     ) -> None:
         self._source = source
         self._threads = threads
         self.share = share
-        self._jobs_max = jobs_max
+        self._pace = pace
         self._queue: deque[tuple[C, tuple[Step, int]]] = deque()
         self._jobs: dict[asyncio.Future[None], tuple[ChunkJob[C, tuple[Step, int]], float]] = {}
         self._bad: dict[int, Verdict] = {}
-        # How long a call takes, lately; the first ones may be slow.
-        self._call_s = 1.0
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
         self._is_told = False
@@ -207,8 +240,7 @@ class StepReads(Generic[C]):
                 step.ended[index] = self._bad.get(index, self.gave_up)
 
     def _start_jobs(self) -> None:
-        wanted = max(_JOBS_MIN, round(len(self._queue) * self._call_s / _QUEUE_S))
-        for _ in range(min(wanted, self._jobs_max, len(self._queue)) - len(self._jobs)):
+        for _ in range(self._pace.jobs_for(len(self._queue)) - len(self._jobs)):
             job = ChunkJob(
                 self._source,
                 self._queue,
@@ -241,7 +273,7 @@ class StepReads(Generic[C]):
             part = frame.payload[(index - plan.first_chunk) * size :][:size]
             pieces.append((plan.layer_index, plan.span.start, part))
         fault = self._source.read_blocking(chunk, pieces)
-        self._call_s += (time.monotonic() - began - self._call_s) / 4
+        self._pace.note(time.monotonic() - began, sum(len(part) for _, _, part in pieces))
         return fault
 
     def _ended(self, about: tuple[Step, int], fault: Verdict | None) -> None:

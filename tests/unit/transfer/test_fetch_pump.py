@@ -13,11 +13,13 @@ import pytest
 
 from kvserve.format.chunk_file import checksum
 from kvserve.format.frames import FrameHeader
+from kvserve.format.read_plan import growing_widths
 from kvserve.fs.threads import FsThreads
 from kvserve.model import ChunkStatus, Layout, Verdict, opaque
 from kvserve.transfer.fetch_pump import FetchPump
 from kvserve.transfer.ports import Piece
 from kvserve.transfer.staging import Staging
+from kvserve.transfer.step_reads import ReadPace
 from kvserve.transfer.turns import Turns
 from tests.unit.samples import HYBRID, frames_of, slice_of
 
@@ -166,8 +168,9 @@ def pump_of(
         layout=layout,
         chunks=chunks,
         staging=Staging(staging_size_bytes, frame_size_bytes),
-        reads_in_flight=reads_in_flight,
+        pace=ReadPace(reads_in_flight),
         turns=Turns(),
+        widths=lambda _: growing_widths(),  # whatever this machine is busy with
     )
 
 
