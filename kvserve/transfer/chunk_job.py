@@ -1,7 +1,6 @@
 """File calls on open chunks, as jobs on the fs threads that may hang."""
 
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
@@ -16,17 +15,17 @@ T = TypeVar("T")
 
 
 class ChunkJob(Generic[C, T]):
-    """Takes calls from `queue`, which it shares with other jobs, for a moment.
+    """Makes one call after the other, for a moment.
 
-    Each entry is a chunk and what else `call` needs to know; `call` returns a fault or None, which
-    `ended` is told on the thread. `late`, on the loop and on the thread: such a call hangs, and has
-    come back after all.
+    `take` gives the next: a chunk and what else `call` needs to know; it raises IndexError at the
+    end. `call` returns a fault or None, which `ended` is told on the thread. `hangs`, on the loop:
+    such a call hangs; what it returns goes to `came_back`, on the thread, when it is over.
     """
 
     def __init__(
         self,
         holder: ChunkHolder[C],
-        queue: "deque[tuple[C, T]]",
+        take: Callable[[], tuple[C, T]],
         call: Callable[[C, T], Verdict | None],
         *,
         ended: Callable[[T, Verdict | None], None] = lambda *_: None,
@@ -34,7 +33,7 @@ class ChunkJob(Generic[C, T]):
         came_back: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._holder = holder
-        self._queue = queue
+        self._take_next = take
         self._call = call
         self._ended = ended
         self._hangs = hangs
@@ -82,7 +81,7 @@ class ChunkJob(Generic[C, T]):
         return about, fault
 
     def _take(self) -> None:
-        self._taken = self._queue.popleft()
+        self._taken = self._take_next()
 
     def _hold(self) -> None:
         assert self._taken is not None

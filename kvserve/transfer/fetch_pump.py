@@ -254,7 +254,7 @@ class FetchPump(Generic[C]):
             self._source.reject_blocking(chunk)
 
         loop = asyncio.get_running_loop()
-        job = ChunkJob(self._source, deque([(chunk, None)]), reject_blocking)
+        job = ChunkJob(self._source, deque([(chunk, None)]).popleft, reject_blocking)
         began = loop.time()
         future = loop.run_in_executor(self._threads, job.run_blocking)
         try:

@@ -12,12 +12,14 @@ a fetch from a hung mount ends after two timeouts, whatever it asks for.
 """
 
 import asyncio
+import math
+import threading
 import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import suppress
+from itertools import chain
 from operator import attrgetter
 from typing import Final, Generic
 
@@ -34,6 +36,9 @@ from kvserve.transfer.staging import Share
 _LATE_ROUNDS_MAX: Final = 2
 _QUEUE_S: Final = 0.001
 _JOBS_MIN: Final = 2
+# Of a fetch, as long as no read has ended lately: if the mount hangs, no more threads than these.
+_JOBS_MAX_CAREFUL: Final = 8
+_ALIVE_S: Final = 2.0
 _CALL_S_AT_FIRST: Final = 0.0005
 _NEWEST_WEIGHT: Final = 0.1
 # Of one thread, from a parallel file system or page cache; only its order of magnitude matters.
@@ -50,6 +55,7 @@ class ReadPace:
         self.jobs_max = jobs_max
         self._call_s = _CALL_S_AT_FIRST
         self._latency_s = 0.0
+        self._ended_at = -math.inf
 
     def __repr__(self) -> str:
         return (
@@ -58,9 +64,15 @@ class ReadPace:
 
     def note(self, call_s: float, size_bytes: int) -> None:
         """On any thread: an update that is lost to another thread does no harm."""
+        self._ended_at = time.monotonic()
         self._call_s += (call_s - self._call_s) * _NEWEST_WEIGHT
         latency_s = max(0.0, call_s - size_bytes / _BYTES_A_SECOND)
         self._latency_s += (latency_s - self._latency_s) * _NEWEST_WEIGHT
+
+    @property
+    def is_alive(self) -> bool:
+        """A read has ended lately."""
+        return time.monotonic() - self._ended_at < _ALIVE_S
 
     def jobs_for(self, reads: int) -> int:
         """So many that each is busy for about `_QUEUE_S`: for quick reads few threads, which would
@@ -160,10 +172,15 @@ class StepReads(Generic[C]):
         self._pace = pace
         self._queue: deque[tuple[C, tuple[Step, int]]] = deque()
         self._jobs: dict[asyncio.Future[None], tuple[ChunkJob[C, tuple[Step, int]], float]] = {}
+        # By chunk: being read, and with what is to be read after that. A chunk that hangs holds one
+        # thread, not one for each step.
+        self._busy: dict[int, deque[tuple[C, tuple[Step, int]]]] = {}
+        self._queue_lock = threading.Lock()
         self._bad: dict[int, Verdict] = {}
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
         self._is_told = False
+        self._is_careful = False
         self._awaited: tuple[Step, set[int]] | None = None
         self._late_rounds = 0
         self._late_at = 0.0
@@ -218,7 +235,9 @@ class StepReads(Generic[C]):
     async def close(self) -> None:
         """Nothing is read any more: waits until no thread writes to a frame, but for calls that
         hang."""
-        self._queue.clear()
+        with self._queue_lock:
+            self._queue.clear()
+            self._busy.clear()
         jobs = list(self._jobs)
         try:
             await quiet(jobs)
@@ -234,16 +253,23 @@ class StepReads(Generic[C]):
         if self._late_rounds < _LATE_ROUNDS_MAX:
             return
         self.gave_up = self.gave_up or Verdict(ChunkStatus.MISS_TIMEOUT, str(error))
-        with suppress(IndexError):  # threads take from it, too
-            while True:
-                _, (step, index) = self._queue.popleft()
-                step.ended[index] = self._bad.get(index, self.gave_up)
+        with self._queue_lock:
+            left = [*self._queue, *chain.from_iterable(self._busy.values())]
+            self._queue.clear()
+            for later in self._busy.values():
+                later.clear()
+        for _, (step, index) in left:
+            step.ended[index] = self._bad.get(index, self.gave_up)
 
     def _start_jobs(self) -> None:
-        for _ in range(self._pace.jobs_for(len(self._queue)) - len(self._jobs)):
+        wanted = self._pace.jobs_for(len(self._queue))
+        self._is_careful = wanted > _JOBS_MAX_CAREFUL and not self._pace.is_alive
+        if self._is_careful or self._late_rounds:
+            wanted = min(wanted, _JOBS_MAX_CAREFUL)
+        for _ in range(wanted - len(self._jobs)):
             job = ChunkJob(
                 self._source,
-                self._queue,
+                self._take,
                 self._read_blocking,
                 ended=self._ended,
                 hangs=self._hangs,
@@ -252,6 +278,18 @@ class StepReads(Generic[C]):
             future = self._loop.run_in_executor(self._threads, job.run_blocking)
             self._jobs[future] = job, self._loop.time()
             future.add_done_callback(self._job_ended)
+
+    def _take(self) -> tuple[C, tuple[Step, int]]:
+        with self._queue_lock:
+            while True:
+                item = self._queue.popleft()
+                index = item[1][1]
+                if index in self._bad:
+                    return item  # ends at once
+                if index not in self._busy:
+                    self._busy[index] = deque()
+                    return item
+                self._busy[index].append(item)
 
     def _read_blocking(self, chunk: C, about: tuple[Step, int]) -> Verdict | None:
         step, index = about
@@ -283,7 +321,13 @@ class StepReads(Generic[C]):
             self.has_read = True
         else:
             self._bad[index] = fault
+        with self._queue_lock:
+            later = self._busy.pop(index, None)
+            self._queue.extendleft(reversed(later or ()))
         step.ended[index] = fault
+        if self._is_careful:
+            self._is_careful = False
+            self._loop.call_soon_threadsafe(self._start_jobs)
         awaited = self._awaited
         if awaited is not None and awaited[0] is step:
             awaited[1].discard(index)
@@ -299,6 +343,12 @@ class StepReads(Generic[C]):
         if (late := job.give_up(error)) is not None:
             (step, index), fault = late
             self._bad[index] = step.ended[index] = fault
+            with self._queue_lock:
+                later = self._busy.get(index, deque())
+                left = list(later)
+                later.clear()
+            for _, (step, index) in left:
+                step.ended[index] = fault
         if error is not None:
             self.note_late(error, began)
         else:
