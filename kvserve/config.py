@@ -111,7 +111,7 @@ class StoreConfig(_Section):
         "process",
         description="What an acknowledged chunk survives: a killed server, or power loss (fsync).",
     )
-    io_threads: int = Field(16, ge=1, le=1024, description="Threads for blocking file calls.")
+    io_threads: int = Field(64, ge=1, le=1024, description="Threads for blocking file calls.")
     io_timeout_s: float = Field(
         30.0,
         ge=0.05,
@@ -226,7 +226,11 @@ class LimitsConfig(_Section):
         ByteSize(1 << 20), ge=4096, le=64 << 20, description="Payload in one frame, bytes."
     )
     frames_in_flight: int = Field(
-        8, ge=1, le=1024, description="Frames that one transfer holds in memory at most."
+        8, ge=1, le=1024, description="Frames of one store in memory that are not written yet."
+    )
+    staging_size_bytes: ByteSize = Field(
+        ByteSize(256 << 20),
+        description="Frames of all transfers in memory together, bytes; shared out fairly.",
     )
     transfers_max: int = Field(
         256, ge=1, le=65536, description="Stores and fetches open at once; further ones must retry."
@@ -295,6 +299,8 @@ class Config(_Section):
                 "limits.frame_size_bytes must be at least 64 KiB below "
                 "limits.message_size_bytes_max"
             )
+        if self.limits.staging_size_bytes < 4 * self.limits.frame_size_bytes:
+            raise ValueError("limits.staging_size_bytes must be at least 4 limits.frame_size_bytes")
         cap = self.capacity.size_bytes_max
         floors = sum(tenant.size_bytes_floor for tenant in self.tenants.values())
         if cap and floors > cap * self.capacity.low_watermark:

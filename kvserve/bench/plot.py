@@ -13,6 +13,7 @@ from kvserve.bench.concurrency import ConcurrencyReport
 from kvserve.bench.lookup import LookupReport
 from kvserve.bench.metadata import MetadataReport
 from kvserve.bench.planes import GeometriesReport
+from kvserve.bench.readplan import OURS, ReadReport
 from kvserve.bench.report import TransferReport, mib
 
 _ROW_PX, _BAR_PX = 34, 18
@@ -136,6 +137,25 @@ def metadata_chart(report: MetadataReport) -> Chart:
         rows=[
             Row(row.label, row.p50_ms, row.p99_ms, row.name.startswith("known"))
             for row in latencies
+        ],
+    )
+
+
+def readplan_chart(report: ReadReport) -> Chart:
+    unit = report.settings.unit
+    return Chart(
+        title=f"kvserve cold reads: {unit.chunk_count} chunks x {unit.layer_count} layers "
+        f"x {unit.slice_size_bytes / 1024:g} KiB, by the latency of a read",
+        axis="milliseconds, less is better",
+        legend="bar: total; tick: the first layer of all chunks",
+        rows=[
+            Row(
+                f"{it.latency_ms:g} ms: {it.plan}",
+                it.total_median_ms,
+                it.first_layer_median_ms,
+                it.plan == OURS,
+            )
+            for it in report.times
         ],
     )
 

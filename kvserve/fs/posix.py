@@ -4,13 +4,16 @@ import ctypes
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from kvserve.errors import Overloaded, QuotaExceeded, StorageFull, StorageUnavailable
 from kvserve.fs.base import Entry, FileStat
 
 _MODE = 0o640
+
+# IOV_MAX of Linux: more parts in one call are EINVAL.
+_PARTS_MAX = 1024
 
 # More than a chunk has parents.
 _MKDIR_TRIES = 64
@@ -91,14 +94,11 @@ class PosixFileSystem:
 
     def read_into(self, fd: int, into: memoryview, offset: int) -> int:
         with _translated("read", fd):
-            done = 0
-            # A short read is the end of the file or an interruption: asking again tells.
-            while done < len(into):
-                got = os.preadv(fd, (into[done:],), offset + done)
-                if not got:
-                    break
-                done += got
-            return done
+            return _read_all(fd, (into,), offset)
+
+    def read_parts(self, fd: int, parts: Sequence[memoryview], offset: int) -> int:
+        with _translated("read", fd):
+            return _read_all(fd, parts, offset)
 
     def read_cached(self, fd: int, into: memoryview, offset: int) -> int | None:
         if self._refuses_nowait:
@@ -230,6 +230,25 @@ class PosixFileSystem:
                 return _fd_kind(fd)
             finally:
                 os.close(fd)
+
+
+def _read_all(fd: int, into: Iterable[memoryview], offset: int) -> int:
+    parts = [part for part in into if part]
+    done = 0
+    while parts:
+        got = os.preadv(fd, parts[:_PARTS_MAX], offset + done)
+        # A short read is the end of the file or an interruption: asking again tells.
+        if not got:
+            break
+        done += got
+        whole = 0
+        while whole < len(parts) and got >= len(parts[whole]):
+            got -= len(parts[whole])
+            whole += 1
+        del parts[:whole]
+        if got:
+            parts[0] = parts[0][got:]
+    return done
 
 
 def _file_stat(found: os.stat_result) -> FileStat:

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_reflection.v1alpha import reflection
 
-from kvserve.config import Config, LimitsConfig, ServerConfig
+from kvserve.config import Config, ServerConfig
 from kvserve.errors import InvalidRequest, StorageError, StorageUnavailable
 from kvserve.format.messages import SERVICE
 from kvserve.frame_memory import keep_frame_memory
@@ -29,15 +29,15 @@ from kvserve.rpc.servicer import Servicer
 from kvserve.rpc.tls import ServerTls, load_tls_blocking
 from kvserve.service import Service
 from kvserve.storage_health import StorageHealth
-from kvserve.transfer.planes.data_port import DataPort, FrameBuffers
+from kvserve.transfer.planes.data_port import DataPort
 from kvserve.transfer.planes.offered import Planes
+from kvserve.transfer.staging import Staging
+from kvserve.transfer.step_reads import ReadPace
 from kvserve.upkeep import Upkeep
 
 log = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 60.0
-# Frame memory of the tcp plane that is kept for the next transfer, at most.
-_FRAMES_KEPT_BYTES = 64 << 20
 
 
 def channel_options(
@@ -96,16 +96,24 @@ class Server:
             timeout_s=config.store.io_timeout_s,
         )
         storage = StorageHealth(lambda: self._threads.hung)
+        limits = config.limits
+        staging = Staging(limits.staging_size_bytes, limits.frame_size_bytes)
         self.service = Service(
             tree,
             self._threads,
             config.limits,
             self._metrics,
+            staging=staging,
+            pace=ReadPace(config.store.io_threads),
             health=storage,
             lease_ttl_s_max=config.capacity.lease_ttl_s_max,
             store_refused=self._upkeep.relieve_soon,
         )
-        self.data_port = _data_port(config.limits, self._tls)
+        self.data_port = DataPort(
+            staging,
+            connections_max=2 * config.limits.transfers_max,
+            tls=None if self._tls is None else self._tls.context,
+        )
         planes = Planes(self.data_port, frame_size_bytes_max=config.limits.frame_size_bytes)
         self._health = Health(storage, self._threads, tree.store.check_root_blocking)
         shares_port = config.server.workers > 1
@@ -229,17 +237,6 @@ async def serve(
     started(server)
     await stopping.wait()
     await server.stop()
-
-
-def _data_port(limits: LimitsConfig, tls: ServerTls | None) -> DataPort:
-    # Frames of two transfers that hold all they may; beyond that memory is made for the moment.
-    kept = min(2 * limits.frames_in_flight, max(1, _FRAMES_KEPT_BYTES // limits.frame_size_bytes))
-    buffers = FrameBuffers(limits.frame_size_bytes, kept)
-    return DataPort(
-        buffers,
-        connections_max=2 * limits.transfers_max,
-        tls=None if tls is None else tls.context,
-    )
 
 
 async def _open_data_port(port: DataPort, config: ServerConfig) -> None:

@@ -203,6 +203,20 @@ class FileSystemContract(ABC):
         self.put(f"{tree}/file", KV)
         assert fs.read_into(reading(f"{tree}/file"), memoryview(b""), 0) == 0
 
+    def test_read_parts_fills_any_number_of_buffers_in_order(
+        self, fs: FileSystem, tree: str, reading: Callable[[str], int]
+    ) -> None:
+        """More than one system call takes, some of them empty."""
+        self.put(f"{tree}/file", KV)
+        fd = reading(f"{tree}/file")
+        for size in (1, 0, 7, len(KV)):
+            buffers = [bytearray(size) for _ in range(2500)]
+            got = fs.read_parts(fd, [memoryview(it) for it in buffers], 3)
+            assert got == min(2500 * size, len(KV) - 3)
+            assert b"".join(buffers)[:got] == KV[3 : 3 + got]
+        assert fs.read_parts(fd, [], 0) == 0
+        assert fs.read_parts(fd, [memoryview(bytearray(9))], len(KV)) == 0
+
     def test_one_descriptor_is_read_by_many_threads_at_once(
         self, fs: FileSystem, tree: str, reading: Callable[[str], int]
     ) -> None:
@@ -230,6 +244,8 @@ class FileSystemContract(ABC):
         fs.close(fd)
         with pytest.raises(StorageUnavailable, match=r"read .*: EBADF"):
             fs.read_into(fd, memoryview(bytearray(1)), 0)
+        with pytest.raises(StorageUnavailable):
+            fs.read_parts(fd, [memoryview(bytearray(1))], 0)
 
     # read_cached
 

@@ -76,7 +76,9 @@ async def test_a_read_that_comes_back_late_writes_into_nobody_s_memory(
             region.view[:] = b"\xaa" * SLOW.payload_size_bytes
             assert hung.server.data_port is not None
             buffers = hung.server.data_port.buffers
-            kept = [buffers.take() for _ in range(len(buffers._kept))]
+            kept = [
+                buffers.take(size) for size, of_it in buffers._kept.items() for _ in list(of_it)
+            ]
             for buffer in kept:
                 buffer[:] = b"\xaa" * len(buffer)
             await hung.release()
@@ -99,8 +101,8 @@ async def test_a_frame_whose_write_hangs_is_not_used_again(hung: Hung) -> None:
         given: list[memoryview] = []
         take, give = buffers.take, buffers.give
 
-        def counted_take() -> memoryview:
-            taken.append(take())
+        def counted_take(payload_size_bytes: int) -> memoryview:
+            taken.append(take(payload_size_bytes))
             return taken[-1]
 
         def counted_give(buffer: memoryview) -> None:

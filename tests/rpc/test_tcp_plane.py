@@ -36,7 +36,8 @@ from kvserve.format.records import (
 from kvserve.model import Verdict
 from kvserve.rpc.server import Server
 from kvserve.transfer.planes import data_port
-from kvserve.transfer.planes.data_port import DataPort, FrameBuffers
+from kvserve.transfer.planes.data_port import DataPort
+from kvserve.transfer.staging import Staging
 from kvserve.v1 import kvserve_pb2 as pb
 from tests.payload import payload_for, small_descriptor, store_all
 from tests.rpc.test_plane_contract import connected, is_closed, offered
@@ -157,8 +158,8 @@ class TestConnections:
         buffers = server.data_port.buffers
         take = buffers.take
 
-        def counted() -> memoryview:
-            buffer = take()
+        def counted(payload_size_bytes: int) -> memoryview:
+            buffer = take(payload_size_bytes)
             made.append(id(buffer.obj))
             return buffer
 
@@ -181,7 +182,7 @@ class TestConnections:
         await until(lambda: " 0 connections" in repr(server.data_port))
 
     async def test_too_many_push_out_the_oldest_that_is_idle(self) -> None:
-        port = DataPort(FrameBuffers(4096, 1), connections_max=2)
+        port = DataPort(Staging(16384, 4096), connections_max=2)
         await port.start("127.0.0.1", 0, tell_host=True)
         with port.expect() as expected:
             used = await connected(port.address)
@@ -203,7 +204,7 @@ class TestConnections:
 
     async def test_the_address_must_be_free(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = DataPort(FrameBuffers(4096, 1), connections_max=2)
+            port = DataPort(Staging(16384, 4096), connections_max=2)
             with pytest.raises(InvalidRequest, match=r"cannot listen on 127\.0\.0\.1:\d+ for data"):
                 await port.start("127.0.0.1", taken.getsockname()[1], tell_host=False)
             await port.stop()

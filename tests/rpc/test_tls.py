@@ -27,7 +27,8 @@ from kvserve.rpc.server import Server
 from kvserve.testing.server_process import ServerProcess
 from kvserve.tls_socket import TlsDataSocket
 from kvserve.transfer.planes import data_port
-from kvserve.transfer.planes.data_port import DataPort, FrameBuffers
+from kvserve.transfer.planes.data_port import DataPort
+from kvserve.transfer.staging import Staging
 from tests.certificates import Certificates
 from tests.payload import payload_for, small_descriptor, store_all
 from tests.rpc.test_forks import run_script
@@ -210,7 +211,7 @@ class TestDataPort:
     async def test_a_secret_is_good_once(
         self, server: Server, rpcs: Rpcs, certificates: Certificates
     ) -> None:
-        call, offer = await offered(rpcs)
+        call, offer = await offered(rpcs, "tcp", "fetch")
         first = await secured(offer.address, certificates.client_context())
         await first.send((HELLO_MAGIC, offer.secret))
         await first.receive([memoryview(bytearray(24))])
@@ -226,7 +227,7 @@ class TestDataPort:
         self, server: Server, rpcs: Rpcs, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Refused, and the secret is still good for who it was made for."""
-        call, offer = await offered(rpcs)
+        call, offer = await offered(rpcs, "tcp", "fetch")
         plain = DataSocket(await dialled(offer.address), "the server")
         await plain.send((HELLO_MAGIC, offer.secret))
         await until(lambda: port_of(server).refused == 1)
@@ -287,7 +288,7 @@ class TestDataPort:
         await until(lambda: port_of(server).refused == 1)
 
     async def test_handshakes_count_as_connections(self, certificates: Certificates) -> None:
-        port = DataPort(FrameBuffers(4096, 1), connections_max=2, tls=certificates.server_context())
+        port = DataPort(Staging(16384, 4096), connections_max=2, tls=certificates.server_context())
         await port.start("127.0.0.1", 0, tell_host=True)
         stalled = [DataSocket(await dialled(port.address), "the server") for _ in range(5)]
         await until(lambda: " 2 connections" in repr(port))

@@ -9,9 +9,8 @@ once. After any other end it is closed: its stream may be cut in the middle of a
 With TLS the handshake comes first, on TCP; within a host (the shm plane) nothing is encrypted.
 
 Bounds: connections (waiting and in use together), the time to show a secret (the handshake's is
-part of it), idle time, and the frame memory that is kept. A secret is never logged. They are looked
-up by their digest, so that the time which that takes tells nothing about them, and compared in
-constant time.
+part of it), and idle time. A secret is never logged. They are looked up by their digest, so that
+the time which that takes tells nothing about them, and compared in constant time.
 """
 
 import asyncio
@@ -29,6 +28,7 @@ from kvserve.data_socket import DataSocket
 from kvserve.errors import DeadlineExceeded, InvalidRequest, ServerUnavailable
 from kvserve.format.records import HELLO_MAGIC, HELLO_SIZE_BYTES, SECRET_SIZE_BYTES
 from kvserve.tls_socket import TlsDataSocket
+from kvserve.transfer.staging import Staging
 
 log = logging.getLogger(__name__)
 
@@ -47,25 +47,6 @@ def forget_memory(connection: DataSocket) -> None:
     memory, connection.memory = connection.memory, None
     if isinstance(memory, mmap.mmap):
         asyncio.get_running_loop().run_in_executor(None, memory.close)
-
-
-class FrameBuffers:
-    """Memory for frames that is used again, for it is in the CPU's cache; at most `kept_max` kept.
-
-    What was taken and is not given back is simply gone.
-    """
-
-    def __init__(self, size_bytes: int, kept_max: int) -> None:
-        self.size_bytes = size_bytes
-        self._kept_max = kept_max
-        self._kept: list[memoryview] = []
-
-    def take(self) -> memoryview:
-        return self._kept.pop() if self._kept else memoryview(bytearray(self.size_bytes))
-
-    def give(self, buffer: memoryview) -> None:
-        if len(self._kept) < self._kept_max:
-            self._kept.append(buffer)
 
 
 class Expected:
@@ -91,7 +72,7 @@ class DataPort:
     listens there; `refused` counts wrong hellos. `tls`: how TCP is secured, None for plain."""
 
     def __init__(
-        self, buffers: FrameBuffers, *, connections_max: int, tls: ssl.SSLContext | None = None
+        self, buffers: Staging, *, connections_max: int, tls: ssl.SSLContext | None = None
     ) -> None:
         self.buffers = buffers
         self.address = ""

@@ -79,7 +79,7 @@ class ShmFetchPlane(_Shared, TcpFetchPlane):
 
     def new_frame(self, header: FrameHeader, payload_size_bytes: int) -> ShmFrame:
         head = encode_frame(header, payload_size_bytes, RecordKind.LANDED)
-        frame = ShmFrame(head, self._port.buffers.take(), payload_size_bytes)
+        frame = ShmFrame(head, self._port.buffers.take(payload_size_bytes), payload_size_bytes)
         frame.at = self._order.at(header.layer_index, header.first_chunk, header.slice_offset)
         return frame
 

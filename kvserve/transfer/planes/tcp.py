@@ -91,7 +91,7 @@ class TcpFetchPlane(Connected):
 
     def new_frame(self, header: FrameHeader, payload_size_bytes: int) -> TcpFrame:
         head = encode_frame(header, payload_size_bytes)
-        return TcpFrame(head, self._port.buffers.take(), payload_size_bytes)
+        return TcpFrame(head, self._port.buffers.take(payload_size_bytes), payload_size_bytes)
 
     async def send(self, frame: OutgoingFrame) -> None:
         assert isinstance(frame, TcpFrame)
@@ -142,12 +142,12 @@ class TcpStorePlane(Connected, GrpcStorePlane):
                     f"a store over {self.name} takes {self._frame_kind.name} records, got "
                     f"{head.kind.name}"
                 )
-            if head.payload_size_bytes > buffers.size_bytes:
+            if head.payload_size_bytes > buffers.frame_size_bytes:
                 raise InvalidRequest(
                     f"layer {head.layer_index}: a frame with {head.payload_size_bytes} bytes of "
-                    f"payload; must be 1 to {buffers.size_bytes}"
+                    f"payload; must be 1 to {buffers.frame_size_bytes}"
                 )
-            buffer = buffers.take()
+            buffer = buffers.take(head.payload_size_bytes)
             payload = buffer[: head.payload_size_bytes]
             checksums = extra[: head.extra_size_bytes]
             await self._take_frame(connection, head, checksums, payload)

@@ -14,6 +14,7 @@ from kvserve.format.chunk_file import checksum
 from kvserve.format.frames import FrameHeader
 from kvserve.fs.threads import FsThreads
 from kvserve.model import ChunkStatus, Verdict
+from kvserve.transfer.staging import Staging
 from kvserve.transfer.store_pump import StorePump, failure_verdict
 from kvserve.transfer.store_session import StoreSession
 from tests.unit.samples import SMALL, frames_of, slice_of
@@ -68,12 +69,16 @@ class Store:
         self.gate.set()
         self.sinks = {index: MemorySink(self.gate) for index in NEEDED}
         self.stored_layers: list[int] = []
+        self.staging = Staging(64 << 20, 1 << 20)
+        self.share = self.staging.store()
+        self.share.__enter__()
         self.pump = StorePump(
             StoreSession(SMALL, NEEDED, frame_size_bytes_max=1 << 20),
             self.sinks.__getitem__,
             threads,
             layer_stored=lambda layer_index: self._layer_stored(layer_index),
             frames_in_flight=frames_in_flight,
+            share=self.share,
         )
 
     async def _layer_stored(self, layer_index: int) -> None:
