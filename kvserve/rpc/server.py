@@ -84,7 +84,7 @@ class Server:
                 be written, an address that cannot be bound, or no answer in time; the message names
                 path, uid and errno.
         """
-        config = self._config
+        config, limits = self._config, self._config.limits
         tree = await self._open_tree()
         self._metrics = Metrics(tree)
         self._upkeep = Upkeep(
@@ -96,12 +96,11 @@ class Server:
             timeout_s=config.store.io_timeout_s,
         )
         storage = StorageHealth(lambda: self._threads.hung)
-        limits = config.limits
         staging = Staging(limits.staging_size_bytes, limits.frame_size_bytes)
         self.service = Service(
             tree,
             self._threads,
-            config.limits,
+            limits,
             self._metrics,
             staging=staging,
             pace=ReadPace(config.store.io_threads),
@@ -111,30 +110,12 @@ class Server:
         )
         self.data_port = DataPort(
             staging,
-            connections_max=2 * config.limits.transfers_max,
+            connections_max=2 * limits.transfers_max,
             tls=None if self._tls is None else self._tls.context,
         )
-        planes = Planes(self.data_port, frame_size_bytes_max=config.limits.frame_size_bytes)
+        planes = Planes(self.data_port, frame_size_bytes_max=limits.frame_size_bytes)
         self._health = Health(storage, self._threads, tree.store.check_root_blocking)
-        shares_port = config.server.workers > 1
-        server = grpc.aio.server(
-            options=channel_options(config.limits.message_size_bytes_max, shares_port=shares_port)
-        )
-        server.add_generic_rpc_handlers(
-            (
-                Servicer(
-                    self.service,
-                    config.limits,
-                    tree.file_system,
-                    planes,
-                    lease_ttl_s_max=config.capacity.lease_ttl_s_max,
-                ).handlers(),
-            )
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
-        reflection.enable_server_reflection(
-            (SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server
-        )
+        server = self._new_server(tree, planes)
         try:
             port = await self._listen(server)
         except InvalidRequest:
@@ -150,6 +131,30 @@ class Server:
         self._upkeep.start()
         await self._health.start()
         log.debug("serving %s (%s) on %s", tree.store.root, tree.file_system, self.address)
+
+    def _new_server(self, tree: OpenTree, planes: Planes) -> grpc.aio.Server:
+        """With every rpc; not bound yet."""
+        config, limits = self._config, self._config.limits
+        options = channel_options(
+            limits.message_size_bytes_max, shares_port=config.server.workers > 1
+        )
+        server = grpc.aio.server(options=options)
+        server.add_generic_rpc_handlers(
+            (
+                Servicer(
+                    self.service,
+                    limits,
+                    tree.file_system,
+                    planes,
+                    lease_ttl_s_max=config.capacity.lease_ttl_s_max,
+                ).handlers(),
+            )
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
+        reflection.enable_server_reflection(
+            (SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server
+        )
+        return server
 
     async def _listen(self, server: grpc.aio.Server) -> int:
         """Binds all that this server listens on; returns the port of the gRPC service."""
