@@ -54,9 +54,7 @@ class Child:
         return self._answer(_ANSWER_TIMEOUT_S)
 
     def __enter__(self) -> Self:
-        self._process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-        )
+        self._process = self._start()
         try:
             self.hello = self._answer(_READY_TIMEOUT_S)
         except BaseException:
@@ -71,6 +69,11 @@ class Child:
         traceback: TracebackType | None,
     ) -> None:
         self._stop()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
 
     def _answer(self, timeout_s: float) -> dict[str, Any]:
         stdout = self._running().stdout

@@ -36,7 +36,7 @@ from kvserve.errors import InvalidRequest
 bench = typer.Typer(help="Measure speed against ceilings taken in the same run.")
 
 _Report = TransferReport | LookupReport | MetadataReport
-_T = TypeVar("_T", TransferReport, LookupReport, MetadataReport)
+_T = TypeVar("_T")
 
 _Chunks = Annotated[int, typer.Option(min=1, max=512, help="Chunks of the prefix.")]
 _Layers = Annotated[int, typer.Option(min=1, max=1024, help="Layers of the model.")]
@@ -82,7 +82,9 @@ def fetch(
         WorkUnit(chunks, layers, slice_bytes), repeats, _checked(root), _known(plane)
     )
     ending = _Ending(as_json, output, plot, check)
-    ending.finish(_run("fetch", fetch_steps(settings), lambda step: bench_fetch(settings, step)))
+    ending.finish(
+        run_steps("fetch", fetch_steps(settings), lambda step: bench_fetch(settings, step))
+    )
 
 
 @bench.command()
@@ -103,7 +105,9 @@ def store(
         WorkUnit(chunks, layers, slice_bytes), repeats, _checked(root), _known(plane)
     )
     ending = _Ending(as_json, output, plot, check)
-    ending.finish(_run("store", store_steps(settings), lambda step: bench_store(settings, step)))
+    ending.finish(
+        run_steps("store", store_steps(settings), lambda step: bench_store(settings, step))
+    )
 
 
 @bench.command()
@@ -121,7 +125,9 @@ def planes(
     """Fetch one prefix over each plane: beside a bare loop of reads and sends over TCP."""
     settings = Settings(WorkUnit(chunks, layers, slice_bytes), repeats, _checked(root))
     ending = _Ending(as_json, output, plot, check)
-    ending.finish(_run("planes", planes_steps(settings), lambda step: bench_planes(settings, step)))
+    ending.finish(
+        run_steps("planes", planes_steps(settings), lambda step: bench_planes(settings, step))
+    )
 
 
 @bench.command()
@@ -143,7 +149,7 @@ def lookup(
     unit = WorkUnit(chunks, layers, slice_bytes)
     settings = LookupSettings(Settings(unit, 1, _checked(root)), lookups, processes)
     ending = _Ending(as_json, output, plot, check)
-    ending.finish(_run("lookup", lookup_steps(), lambda step: bench_lookup(settings, step)))
+    ending.finish(run_steps("lookup", lookup_steps(), lambda step: bench_lookup(settings, step)))
 
 
 @bench.command()
@@ -161,7 +167,9 @@ def metadata(
     """Look chunks up on trees of very many chunk files: latency, start and memory."""
     settings = MetadataSettings(tuple(sorted(set(count))), lookups, _checked(root))
     ending = _Ending(as_json, output, plot, check)
-    work = _run("metadata", metadata_steps(settings), lambda step: bench_metadata(settings, step))
+    work = run_steps(
+        "metadata", metadata_steps(settings), lambda step: bench_metadata(settings, step)
+    )
     ending.finish(work)
 
 
@@ -196,7 +204,8 @@ class _Ending:
             raise typer.Exit(1)
 
 
-def _run(name: str, steps: int, work: Callable[[Step], Coroutine[Any, Any, _T]]) -> _T:
+def run_steps(name: str, steps: int, work: Callable[[Step], Coroutine[Any, Any, _T]]) -> _T:
+    """Runs `work` under a progress bar; `steps` is how often it calls its `Step`."""
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # Drawn between the steps only: a thread that redraws would take its share of every figure.
     progress = Progress(

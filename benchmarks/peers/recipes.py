@@ -1,0 +1,68 @@
+"""The peers: what each needs, where it runs, what it is compared with. All versions are here."""
+
+from dataclasses import dataclass, field
+
+_NUMPY = "numpy==2.4.6"
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Packages of one virtual environment.
+
+    `alone`: installed without what they say they depend on, which would be CUDA or an engine.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    alone: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SystemNeed:
+    """A program, or a shared library, and the Debian package that brings it."""
+
+    package: str
+    program: str = ""
+    library: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One peer.
+
+    Attributes:
+        name: what `--peers` takes; `title`: the same for people.
+        module: the file beside this one; `options`: what its class is made with.
+        plane: kvserve's plane that moves bytes the same way.
+        variables: set for its processes.
+    """
+
+    name: str
+    title: str
+    module: str
+    plane: str
+    environment: Environment
+    system: tuple[SystemNeed, ...] = ()
+    options: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+_REDIS_SERVER = SystemNeed("redis-server", program="redis-server")
+
+RECIPES = (
+    Recipe(
+        "redis",
+        "redis, hiredis",
+        "redis_peer",
+        plane="tcp",
+        environment=Environment("redis", ("redis==8.1.0", "hiredis==3.5.0", _NUMPY)),
+        system=(_REDIS_SERVER,),
+    ),
+    Recipe(
+        "flight",
+        "Arrow Flight",
+        "flight_peer",
+        plane="grpc",
+        environment=Environment("flight", ("pyarrow==26.0.1", _NUMPY)),
+    ),
+)
