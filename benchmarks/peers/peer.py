@@ -20,6 +20,7 @@ Mark = Callable[[], None]
 """Called once the first layer is whole; later calls change nothing."""
 
 _POLL_S = 0.02
+_TRIES = 20
 
 
 @dataclass(frozen=True)
@@ -127,10 +128,14 @@ class ServerProgram:
             self._process.wait()
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-        return port
+def free_port(*, and_next: bool = False) -> int:
+    """`and_next`: the port after it is free too."""
+    for _ in range(_TRIES):
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port: int = taken.getsockname()[1]
+        if not and_next or not _answers(port + 1):
+            return port
+    raise RuntimeError("no free port")
 
 
 def check(ok: bool, what: str) -> None:

@@ -47,6 +47,7 @@ class Recipe:
     variables: dict[str, str] = field(default_factory=dict)
 
 
+_NIXL = Environment("nixl", (_NUMPY,), alone=("nixl-cu12==1.5.1",))
 _REDIS_SERVER = SystemNeed("redis-server", program="redis-server")
 
 RECIPES = (
@@ -64,5 +65,60 @@ RECIPES = (
         "flight_peer",
         plane="grpc",
         environment=Environment("flight", ("pyarrow==26.0.1", _NUMPY)),
+    ),
+    Recipe(
+        "nixl",
+        "NIXL, same host",
+        "nixl_peer",
+        plane="shm",
+        environment=_NIXL,
+        options={"target": "polls"},
+    ),
+    Recipe(
+        "nixl_tcp",
+        "NIXL over TCP",
+        "nixl_peer",
+        plane="tcp",
+        environment=_NIXL,
+        options={"target": "spins"},
+        variables={"UCX_TLS": "tcp"},
+    ),
+    Recipe(
+        "openlake",
+        "OpenLake",
+        "openlake_peer",
+        plane="shm",
+        environment=Environment("openlake", (_NUMPY,), alone=("openlake-vllm==0.8.1",)),
+    ),
+    Recipe(
+        "mooncake",
+        "Mooncake Store",
+        "mooncake_peer",
+        plane="tcp",
+        environment=Environment(
+            "mooncake", ("mooncake-transfer-engine-non-cuda==0.3.13.post1", _NUMPY)
+        ),
+        system=(
+            SystemNeed("libibverbs1", library="ibverbs"),
+            SystemNeed("librdmacm1", library="rdmacm"),
+            SystemNeed("libnuma1", library="numa"),
+            SystemNeed("libcurl4", library="curl"),
+        ),
+        variables={"GLOG_minloglevel": "1"},
+    ),
+    Recipe(
+        "redhare",
+        "redhare",
+        "redhare_peer",
+        plane="tcp",
+        environment=Environment("redhare", ("redhare==0.6.0", _NUMPY)),
+        system=(_REDIS_SERVER,),
+        # Its limits of one second assume RDMA.
+        variables={
+            "REDHARE_GET_TIMEOUT_MS": "15000",
+            "REDHARE_WRITE_TIMEOUT_MS": "15000",
+            "REDHARE_TRANSPORT_IO_TIMEOUT_MS": "15000",
+            "REDHARE_REDIS_OP_TIMEOUT_MS": "5000",
+        },
     ),
 )

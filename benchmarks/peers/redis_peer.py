@@ -1,7 +1,8 @@
 """redis: `redis-server` with redis-py and its hiredis parser, one connection.
 
 By layer: one MGET of a layer's slices, the next one sent before the answer is read, as redis
-advises for many keys (multi-key commands and pipelining). By chunk: GETs, `_AHEAD` of them in the pipeline.
+advises for many keys (multi-key commands and pipelining). By chunk: GETs, `_AHEAD` of them in the
+pipeline.
 """
 
 from collections import deque
