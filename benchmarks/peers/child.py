@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TextIO
@@ -38,7 +39,7 @@ def _run(answers: TextIO, module: str, side: str, work: dict[str, Any]) -> int:
     peer: Peer | None = None
     try:
         unit = Unit(**work["unit"])
-        peer = importlib.import_module(f"benchmarks.peers.{module}").PEER(
+        peer = importlib.import_module(module).PEER(
             unit, Path(work["directory"]), **work["options"]
         )
         assert peer is not None
@@ -54,7 +55,7 @@ def _run(answers: TextIO, module: str, side: str, work: dict[str, Any]) -> int:
             _answer_client(answers, peer, region.reshape(unit.shape))
     except Exception as error:
         _say(answers, {"error": f"{type(error).__name__}: {error}"})
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        traceback.print_exc()
         return 1
     finally:
         if peer is not None:
