@@ -94,11 +94,17 @@ async def bench_peers(settings: PeersSettings, step: Step) -> PeersReport:
 
 def _installed(settings: PeersSettings, step: Step, absent: list[Absent]) -> list[Recipe]:
     usable: list[Recipe] = []
+    failed: dict[tuple[object, ...], str] = {}
     for recipe in settings.recipes:
         step(f"installing: {recipe.title}")
+        # Several recipes share an environment; what failed once is not tried again at once.
+        needs = (recipe.environment.name, recipe.system)
         try:
+            if needs in failed:
+                raise NotInstalled(failed[needs])
             install(recipe, settings.work_dir, with_apt=settings.with_apt)
         except NotInstalled as error:
+            failed[needs] = str(error)
             absent.append(Absent(recipe.name, recipe.title, f"not installed: {error}"))
         else:
             usable.append(recipe)

@@ -72,7 +72,10 @@ class Peer:
         self.directory = directory
 
     def start(self) -> dict[str, Any]:
-        """Starts serving; what the client needs to connect, `pids` among it."""
+        """Starts serving.
+
+        What the client needs to connect, `pids` of all that serves, and perhaps a `version`.
+        """
         raise NotImplementedError
 
     def put(self) -> None:
@@ -126,6 +129,18 @@ class ServerProgram:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+class RedisServer(ServerProgram):
+    """`redis-server` as a cache in memory: no snapshots, no log."""
+
+    def __init__(self, directory: Path) -> None:
+        self.port = free_port()
+        options = ["--save", "", "--appendonly", "no", "--dir", str(directory)]
+        address = ["--bind", "127.0.0.1", "--port", str(self.port)]
+        super().__init__(["redis-server", *address, *options], self.port)
+        said = subprocess.run(["redis-server", "--version"], capture_output=True, text=True)
+        self.version = f"redis-server {said.stdout.partition('v=')[2].split()[0]}"
 
 
 def free_port(*, and_next: bool = False) -> int:

@@ -51,7 +51,7 @@ class Recipe:
 _LMCACHE = Environment(
     "lmcache",
     (
-        *("torch==2.14.1", "transformers==5.24.0", "numba==0.68.1", "numpy==2.2.6"),
+        *("torch==2.13.0", "transformers==5.24.0", "numba==0.68.1", "numpy==2.2.6"),
         *("aiofile==3.12.3", "aiofiles==25.1.0", "aiohttp==3.14.5", "blake3==1.0.11"),
         *("cachetools==8.0.2", "cryptography==50.0.2", "httpx==0.28.1", "msgspec==0.23.0"),
         *("nvtx==0.2.17", "psutil==7.2.2", "py-cpuinfo==9.0.0", "PyYAML==6.0.4"),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from redhare import KvStore
 
-from benchmarks.peers.peer import Bytes, Mark, Peer, ServerProgram, check, free_port
+from benchmarks.peers.peer import Bytes, Mark, Peer, RedisServer, check, free_port
 
 _SPARE_BYTES = 64 << 20
 _TTL_MS = 3_600_000
@@ -18,12 +18,10 @@ _TTL_MS = 3_600_000
 
 class Redhare(Peer):
     def start(self) -> dict[str, Any]:
-        self._port = free_port()
-        options = ["--save", "", "--appendonly", "no", "--dir", str(self.directory)]
-        command = ["redis-server", "--bind", "127.0.0.1", "--port", str(self._port), *options]
-        self._redis = ServerProgram(command, self._port)
-        self._store = self._opened("server", self._port, 3 * self.unit.size_bytes + _SPARE_BYTES)
-        return {"port": self._port, "pids": [os.getpid(), self._redis.pid]}
+        self._redis = RedisServer(self.directory)
+        port, pids = self._redis.port, [os.getpid(), self._redis.pid]
+        self._store = self._opened("server", port, 3 * self.unit.size_bytes + _SPARE_BYTES)
+        return {"port": port, "pids": pids, "version": self._redis.version}
 
     def put(self) -> None:
         memory = self.unit.payload()

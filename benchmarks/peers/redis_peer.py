@@ -11,22 +11,19 @@ from typing import Any
 import numpy as np
 import redis
 
-from benchmarks.peers.peer import Bytes, Mark, Peer, ServerProgram, check, free_port
+from benchmarks.peers.peer import Bytes, Mark, Peer, RedisServer, check
 
 _AHEAD = 2
 
 
 class Redis(Peer):
     def start(self) -> dict[str, Any]:
-        self._port = free_port()
-        # No snapshots and no log: a cache in memory.
-        options = ["--save", "", "--appendonly", "no", "--dir", str(self.directory)]
-        command = ["redis-server", "--bind", "127.0.0.1", "--port", str(self._port), *options]
-        self._server = ServerProgram(command, self._port)
-        return {"port": self._port, "pids": [self._server.pid]}
+        self._server = RedisServer(self.directory)
+        server = self._server
+        return {"port": server.port, "pids": [server.pid], "version": server.version}
 
     def put(self) -> None:
-        with redis.Redis(port=self._port) as client:
+        with redis.Redis(port=self._server.port) as client:
             for layer_index, layer in enumerate(self.unit.payload()):
                 for key, data in zip(self.unit.slice_keys(layer_index), layer, strict=True):
                     client.set(key, data.tobytes())
