@@ -129,7 +129,7 @@ def print_peers(console: Console, report: PeersReport) -> None:
         if row.last_over_first is not None:
             console.print(f"{row.case.label}: last of a round over first {row.last_over_first:.2f}")
     for peer in report.present:
-        made_of = ", ".join(filter(None, (peer.version, *peer.packages)))
+        made_of = ", ".join(filter(None, (peer.version, *peer.packages[:2])))
         console.print(f"{peer.title}: {made_of}; idle {peer.idle_cores:.2f} cores", markup=False)
     for missing in report.absent:
         console.print(f"no figures  {missing.title}: {missing.reason}", style="red", markup=False)
