@@ -69,9 +69,7 @@ class Child:
         return answer
 
     def __enter__(self) -> Self:
-        self._process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-        )
+        self._process = self._start()
         try:
             self.hello = self.answer(_READY_TIMEOUT_S)
         except BaseException:
@@ -86,6 +84,11 @@ class Child:
         traceback: TracebackType | None,
     ) -> None:
         self._stop()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
 
     def _stop(self) -> None:
         process = self._running()

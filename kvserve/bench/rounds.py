@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvserve.bench.measure import Meter, Usage
+from kvserve.errors import KvserveError
 
 WARM_UPS = 1
 """Rounds that are not counted: they touch memory, open files and fill caches."""
@@ -37,14 +38,22 @@ class Case:
         name: the key in reports; `label`: the same for people.
         is_ceiling: not kvserve, but what kvserve is held against.
         requests: how many requests the client makes for the unit.
+        client_pid: the process that receives; None for this one.
         server_pid: the process on the other side, if there is one.
+        more_server_pids: others that work there beside it.
+        may_fail: a failure leaves it out of the later rounds instead of ending the run.
+        failure: why it was left out.
     """
 
     name: str
     label: str
     is_ceiling: bool = True
     requests: int = 0
+    client_pid: int | None = None
     server_pid: int | None = None
+    more_server_pids: tuple[int, ...] = ()
+    may_fail: bool = False
+    failure: str = ""
 
     async def prepare(self) -> None:
         """Before each run, outside the clock."""
@@ -60,8 +69,9 @@ class Case:
 async def run_once(case: Case) -> Sample:
     await case.prepare()
     try:
-        client = Meter(os.getpid())
-        server = None if case.server_pid is None else Meter(case.server_pid)
+        client = Meter(case.client_pid or os.getpid())
+        pid = case.server_pid
+        server = None if pid is None else Meter(pid, *case.more_server_pids)
         client.start()
         if server is not None:
             server.start()
@@ -75,13 +85,24 @@ async def run_once(case: Case) -> Sample:
 async def run_rounds(
     cases: Sequence[Case], *, repeats: int, warm_ups: int, step: Step
 ) -> dict[str, list[Sample]]:
-    """The samples of each case by name, warm-up rounds left out."""
+    """The samples of each case by name, warm-up rounds left out.
+
+    A case that is there twice runs twice in each round, and its samples are in that order.
+    """
     samples: dict[str, list[Sample]] = {case.name: [] for case in cases}
     for round_index in range(-warm_ups, repeats):
         for case in cases:
             what = "warm-up" if round_index < 0 else f"round {round_index + 1}/{repeats}"
             step(f"{what}: {case.label}")
-            sample = await run_once(case)
+            if case.failure:
+                continue
+            try:
+                sample = await run_once(case)
+            except KvserveError as error:
+                if not case.may_fail:
+                    raise
+                case.failure = str(error)
+                continue
             if round_index >= 0:
                 samples[case.name].append(sample)
     return samples

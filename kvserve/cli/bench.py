@@ -53,9 +53,7 @@ from kvserve.errors import InvalidRequest
 bench = typer.Typer(help="Measure speed against ceilings taken in the same run.")
 
 _Report = TransferReport | GeometriesReport | ConcurrencyReport | LookupReport | MetadataReport
-_T = TypeVar(
-    "_T", TransferReport, GeometriesReport, ConcurrencyReport, LookupReport, MetadataReport
-)
+_T = TypeVar("_T")
 
 _Chunks = Annotated[int, typer.Option(min=1, max=512, help="Chunks of the prefix.")]
 _Layers = Annotated[int, typer.Option(min=1, max=1024, help="Layers of the model.")]
@@ -103,7 +101,9 @@ def fetch(
         WorkUnit(chunks, layers, slice_bytes), repeats, _checked(root), _known(plane)
     )
     ending = _Ending(as_json, output, plot, check)
-    ending.finish(_run("fetch", fetch_steps(settings), lambda step: bench_fetch(settings, step)))
+    ending.finish(
+        run_steps("fetch", fetch_steps(settings), lambda step: bench_fetch(settings, step))
+    )
 
 
 @bench.command()
@@ -124,7 +124,9 @@ def store(
         WorkUnit(chunks, layers, slice_bytes), repeats, _checked(root), _known(plane)
     )
     ending = _Ending(as_json, output, plot, check)
-    ending.finish(_run("store", store_steps(settings), lambda step: bench_store(settings, step)))
+    ending.finish(
+        run_steps("store", store_steps(settings), lambda step: bench_store(settings, step))
+    )
 
 
 @bench.command()
@@ -147,7 +149,7 @@ def planes(
     ending = _Ending(as_json, output, plot, check)
     if not geometry:
         one = Settings(WorkUnit(chunks, layers, slice_bytes), repeats, _checked(root))
-        ending.finish(_run("planes", planes_steps(one), lambda step: bench_planes(one, step)))
+        ending.finish(run_steps("planes", planes_steps(one), lambda step: bench_planes(one, step)))
         return
     names = [*GEOMETRIES] if "all" in geometry else [*dict.fromkeys(geometry)]
     for name in names:
@@ -155,7 +157,7 @@ def planes(
             raise InvalidRequest(f"--geometry {name} must be all, {' or '.join(GEOMETRIES)}")
     several = {name: Settings(GEOMETRIES[name], repeats, _checked(root)) for name in names}
     count = sum(map(planes_steps, several.values()))
-    ending.finish(_run("planes", count, lambda step: bench_geometries(several, step)))
+    ending.finish(run_steps("planes", count, lambda step: bench_geometries(several, step)))
 
 
 @bench.command()
@@ -187,7 +189,7 @@ def concurrency(
         seconds,
     )
     ending = _Ending(as_json, output, plot, check)
-    work = _run(
+    work = run_steps(
         "concurrency",
         concurrency_steps(settings),
         lambda step: bench_concurrency(settings, step),
@@ -214,7 +216,7 @@ def lookup(
     unit = WorkUnit(chunks, layers, slice_bytes)
     settings = LookupSettings(Settings(unit, 1, _checked(root)), lookups, processes)
     ending = _Ending(as_json, output, plot, check)
-    ending.finish(_run("lookup", lookup_steps(), lambda step: bench_lookup(settings, step)))
+    ending.finish(run_steps("lookup", lookup_steps(), lambda step: bench_lookup(settings, step)))
 
 
 @bench.command()
@@ -232,7 +234,9 @@ def metadata(
     """Look chunks up on trees of very many chunk files: latency, start and memory."""
     settings = MetadataSettings(tuple(sorted(set(count))), lookups, _checked(root))
     ending = _Ending(as_json, output, plot, check)
-    work = _run("metadata", metadata_steps(settings), lambda step: bench_metadata(settings, step))
+    work = run_steps(
+        "metadata", metadata_steps(settings), lambda step: bench_metadata(settings, step)
+    )
     ending.finish(work)
 
 
@@ -271,7 +275,8 @@ class _Ending:
             raise typer.Exit(1)
 
 
-def _run(name: str, steps: int, work: Callable[[Step], Coroutine[Any, Any, _T]]) -> _T:
+def run_steps(name: str, steps: int, work: Callable[[Step], Coroutine[Any, Any, _T]]) -> _T:
+    """Runs `work` under a progress bar; `steps` is how often it calls its `Step`."""
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # Drawn between the steps only: a thread that redraws would take its share of every figure.
     progress = Progress(
