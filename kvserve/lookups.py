@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, TypeVar
 
-from kvserve.errors import InvalidRequest, StorageError, StorageUnavailable
+from kvserve.errors import InvalidRequest, KvserveError, StorageUnavailable
 from kvserve.model import ChunkStatus, Descriptor, Shard, Verdict
 from kvserve.open_tree import OpenTree
 from kvserve.storage_health import StorageHealth
@@ -190,7 +190,7 @@ class Lookups:
 
         try:
             explained = await self.run(explain_blocking)
-        except StorageError as error:
+        except KvserveError as error:
             log.debug("no reason for a miss: %s", error)
         else:
             verdicts[:] = explained or verdicts

@@ -17,7 +17,7 @@ from prometheus_client import (
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvserve.errors import InvalidRequest, StorageError
+from kvserve.errors import InvalidRequest, KvserveError
 from kvserve.model import ChunkStatus, Verdict
 from kvserve.open_tree import OpenTree
 from kvserve.policy.quota import Amount
@@ -111,7 +111,7 @@ class _AskedOfTheTree:
     def _ask(self) -> None:
         try:
             self._answer = self._ask_blocking()
-        except StorageError:
+        except KvserveError:
             self._answer = None  # the upkeep's own try is in the log
 
 

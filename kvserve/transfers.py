@@ -225,10 +225,13 @@ class Transfers:
         """
         if not self._store.survives_power_loss or len(missing) == where.descriptor.chunk_count:
             return
-        absent = set(missing)
-        directories = sorted(
-            {path.rpartition("/")[0] for i, path in enumerate(where.paths) if i not in absent}
-        )
+
+        def known_directories() -> list[str]:
+            absent = set(missing)
+            known = (path for i, path in enumerate(where.paths) if i not in absent)
+            return sorted({path.rpartition("/")[0] for path in known})
+
+        directories = await self._long_steps.run(where.descriptor.chunk_count, known_directories)
         await in_batches(
             self._threads,
             lambda position: self._store.fs.sync_dir(directories[position]),

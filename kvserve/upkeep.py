@@ -183,31 +183,30 @@ class Upkeep:
         expired = EvictionResult()
         steps = sweep_blocking(fs, root, tree.owner, count)
         result = None
-        # A step that hangs raises here: nobody advances `steps` beside it.
-        while (found := await self._run(self._sweeps, next, steps, None)) is not None:
-            result = found
-            if is_steward and self._ttl_s and found.is_fan:
-                expire_blocking = tree.evictor.expire_blocking
-                await self._run(
-                    self._evictions, expire_blocking, found.directory, self._ttl_s, expired
-                )
-            await asyncio.sleep(_SWEEP_PAUSE_S)
-        if count is not None and result is not None:
-            await self._run(
-                self._notes, self._end_count_blocking, count, others, not result.unlisted
-            )
+        is_whole = False
+        try:
+            # A step that hangs raises here: nobody advances `steps` beside it.
+            while (found := await self._run(self._sweeps, next, steps, None)) is not None:
+                result = found
+                if is_steward and self._ttl_s and found.is_fan:
+                    expire_blocking = tree.evictor.expire_blocking
+                    await self._run(
+                        self._evictions, expire_blocking, found.directory, self._ttl_s, expired
+                    )
+                await asyncio.sleep(_SWEEP_PAUSE_S)
+            # What could not be listed is not gone: the old count is nearer to the truth.
+            is_whole = result is not None and not result.unlisted
+        finally:
+            if count is not None and not is_whole:
+                count.give_up()
+            self._note(expired, f"not used for {self._ttl_s:.0f} s (capacity.ttl_s)")
+        if count is not None and is_whole:
+            await self._run(self._notes, self._end_count_blocking, count, others)
         if result is not None and (result.removed or result.failed):
             log.info("swept after dead servers: %s", result)
-        self._note(expired, f"not used for {self._ttl_s:.0f} s (capacity.ttl_s)")
 
-    def _end_count_blocking(
-        self, count: TreeCount, others: dict[str, UsageByTenant], is_whole: bool
-    ) -> None:
+    def _end_count_blocking(self, count: TreeCount, others: dict[str, UsageByTenant]) -> None:
         tree = self._tree
-        if not is_whole:
-            # What could not be listed is not gone: the old count is nearer to the truth.
-            count.give_up()
-            return
         counted, own = count.finish()
         tags = tree.usage_files.tags()
         tree.usage_files.write_base(counted, own, others)

@@ -68,8 +68,10 @@ class Root:
                 self._fs.sync(fd)
             finally:
                 self._fs.close(fd)
-            self._fs.rename(probe, f"{probe}.renamed")
+            # A name that a sweep knows, too: this server may be killed right here.
+            renamed = self._names.beside(f"{self._root}/probe")
+            self._fs.rename(probe, renamed)
         except StorageError:
             remove_temp_blocking(self._fs, self._names, probe)
             raise
-        self._fs.unlink(f"{probe}.renamed")
+        self._fs.unlink(renamed)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from kvserve.errors import QuotaExceeded, StorageError, StorageFull
+from kvserve.errors import KvserveError, QuotaExceeded, StorageError, StorageFull
 from kvserve.fs import FileSystem
 from kvserve.store.paths import TempNames
 
@@ -150,23 +150,33 @@ class TempFile:
         finally:
             self._fs.close(fd)
         assert self._temp is not None
-        replaced = self._fs.open_read(self.path)
+        replaced = self._fs.stat(self.path)
         if replaced is None:
             check()
             self._rename(self._temp)
             return True
+        if replaced.is_marked:
+            self._fs.mark(self._temp, is_marked=True)
+        fd = None
+        # A damaged file may not be openable: it is replaced all the same.
+        with suppress(KvserveError):
+            fd = self._fs.open_read(self.path)
         try:
-            is_marked = self._fs.stat_open(replaced).is_marked
-            if is_marked:
-                self._fs.mark(self._temp, is_marked=True)
             check()
             self._rename(self._temp)
             # Whoever marks by the name from here on marks this file.
-            if not is_marked and self._fs.stat_open(replaced).is_marked:
+            if fd is not None and not replaced.is_marked and self._is_marked(fd):
                 self._fs.mark(self.path, is_marked=True)
         finally:
-            self._fs.close(replaced)
+            if fd is not None:
+                self._fs.close(fd)
         return False
+
+    def _is_marked(self, fd: int) -> bool:
+        try:
+            return self._fs.stat_open(fd).is_marked
+        except StorageError:
+            return False  # a file that was replaced because it is out of reach
 
     def abandon_blocking(self) -> None:
         """Removes what was written; does nothing once published. May be called twice, and by two

@@ -220,7 +220,8 @@ class StepReads(Generic[C]):
             self._awaited = (step, missing)
             self._news.clear()
             self._is_told = False
-            missing.difference_update([index for index in missing if index in step.ended])
+            # Not over `missing`: the threads take from it.
+            missing.difference_update([it for it in staged.chunk_indexes if it in step.ended])
             if not missing:
                 break
             if self._defect is not None:

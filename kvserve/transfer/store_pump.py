@@ -204,7 +204,8 @@ class StorePump:
         else:
             text = f"the store ended early: {self._session.progress}"
             incomplete = Verdict(ChunkStatus.INCOMPLETE, text)
-            self.verdicts = dict.fromkeys(self._session.needed, incomplete) | self.verdicts
+            for chunk_index in self._session.needed:
+                self.verdicts.setdefault(chunk_index, incomplete)
         if self._reporter is not None:
             await self._reporter
 

@@ -35,7 +35,8 @@ def test_the_file_system_dies_and_comes_back(mount: FaultyMount, serve: Serve) -
     mount.unmount()
     mount.start()
     for descriptor in (DESCRIPTOR, OTHER):
-        assert all(it.is_stored for it in statuses(serving.put(descriptor, PAYLOAD)))
+        verdicts = serving.put(descriptor, PAYLOAD)
+        assert all(it.is_stored for it in statuses(verdicts)), verdicts
         assert statuses(serving.get(descriptor, PAYLOAD)) == [HIT] * 8
     assert temp_files(mount.backing / "default") == []
     assert "Traceback" not in serving.process.log()
