@@ -24,6 +24,8 @@ from kvserve.store.owners import Owner
 from kvserve.store.sweep import sweep_blocking
 from kvserve.testing.faulty_fs import CHANGING, READING, FaultyFileSystem
 from kvserve.testing.full_targets import FullTargetsFileSystem
+from kvserve.transfer.staging import Staging
+from kvserve.transfer.step_reads import ReadPace
 from tests.payload import payload_for, small_descriptor
 from tests.trees import tree_on
 
@@ -43,11 +45,14 @@ def service_over(
 ) -> Service:
     durability = "power" if power else "process"
     tree = tree_on(root, fs, store={"durability": durability, "known_ttl_s": 0.0})
+    limits = LimitsConfig()
     return Service(
         tree,
         threads,
-        LimitsConfig(),
+        limits,
         Metrics(tree),
+        staging=Staging(limits.staging_size_bytes, limits.frame_size_bytes),
+        pace=ReadPace(4),
         health=StorageHealth(),
         lease_ttl_s_max=60.0,
         store_refused=lambda: None,
