@@ -158,7 +158,8 @@ class StoreMachine(RuleBasedStateMachine):
     def _lease(self, server: int, request: str, indexes: set[int]) -> None:
         tree, where = self.trees[server], self.stores[server].locate(DESCRIPTOR)
         keys = [where.known_key(index) for index in indexes]
-        owner = (DESCRIPTOR.tenant, request)
+        # Named for the server: a release at one is a release at all.
+        owner = (DESCRIPTOR.tenant, f"{request}{server}")
         tree.exchange.grant_blocking(owner, where.shard, keys, 600.0)
         hits = {it for it in indexes if tree.store.leased_status_blocking(where, it) is HIT}
         tree.exchange.narrow(owner, where.shard, [where.known_key(it) for it in hits])
@@ -174,7 +175,7 @@ class StoreMachine(RuleBasedStateMachine):
     def release(self, server: int, request: str) -> None:
         """And tells it, so that the model need not know what others still believe."""
         exchange = self.trees[server].exchange
-        exchange.release((DESCRIPTOR.tenant, request))
+        exchange.release((DESCRIPTOR.tenant, f"{request}{server}"))
         exchange.tell_blocking()
         self.leased.pop((server, request), None)
 
@@ -312,6 +313,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.leased[-1, f"{len(self.leased)} {owner}"] = self.leased.pop(owner)
 
     def _close(self, server: int) -> None:
+        self.trees[server].exchange.tell_blocking()  # as a server that stops does
         self.trees[server].exchange.close_blocking()
         self.stores[server].open_chunks.close_idle_blocking()
 

@@ -207,7 +207,7 @@ def test_workers_that_cannot_start_any_more_end_all(process: ServerProcess, root
     assert all(map(is_gone, pids))
     last = process.log().rstrip().splitlines()[-1]
     assert last.startswith("kvserve: ServerFault: ")
-    assert f"the root {root} cannot be used by uid" in last
+    assert f"the root {root} (store.root) is no directory" in last
 
 
 def test_a_second_start_on_the_address_is_refused(process: ServerProcess, tmp_path: Path) -> None:
