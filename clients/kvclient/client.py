@@ -73,7 +73,8 @@ class AsyncClient:
 
     Reconnects by itself after a server restart. `timeout_s` is the default deadline of every call,
     connecting and queueing included; one that finds no server gives up after `connect_timeout_s`.
-    `plane` pins how payload moves: "grpc", "tcp" or "shm" (fetches into a `SharedRegion`); "auto"
+    `plane` pins how payload moves: "grpc", "tcp", "shm" (fetches into a `SharedRegion`) or "nixl"
+    (fetches; needs the extra); "auto"
     takes the best that both sides have.
     """
 

@@ -9,6 +9,7 @@ from kvclient.handle import Handle
 from kvclient.placement import Placement
 from kvclient.planes.base import FetchPlane, Unreachable
 from kvclient.planes.grpc import GrpcFetchPlane, other_reply
+from kvclient.planes.nixl import NixlFetchPlane
 from kvclient.planes.shm import ShmFetchPlane, spans_of
 from kvclient.planes.tcp import TcpFetchPlane
 from kvserve.errors import InvalidRequest, ServerFault
@@ -22,6 +23,8 @@ from kvserve.model import (
     miss_counts,
 )
 from kvserve.v1 import kvserve_pb2 as pb
+
+_NEED_SPANS = frozenset({"shm", "nixl"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +106,11 @@ class FetchHandle(Handle):
     async def _transfer(self) -> None:
         choice = self._channel.planes
         planes = choice.for_fetch(self._placement.region)
-        if "shm" in planes:
+        if not _NEED_SPANS.isdisjoint(planes):
             try:
                 self._spans = spans_of(self._placement, self._descriptor, self._layers)
             except InvalidRequest:
-                planes = [it for it in planes if it != "shm"]
+                planes = [it for it in planes if it not in _NEED_SPANS]
                 if not planes:  # it is pinned
                     raise
         while True:  # each turn has one plane less
@@ -145,6 +148,8 @@ class FetchHandle(Handle):
         connections = self._channel.planes.connections
         if name == "tcp":
             return TcpFetchPlane(connections, head.data)
+        if name == "nixl":
+            return NixlFetchPlane(connections, head.data, self._placement.region, self._spans)
         return ShmFetchPlane(connections, head.data, self._placement.region, self._spans)
 
     def _took(self, events: list[LayerEvent]) -> None:

@@ -1,13 +1,14 @@
 """`kvserve bench planes`: one prefix from page cache into a region, over each plane.
 
 Beside them, what a bare loop of Python does: the same reads from the same files and the same sends
-over one TCP connection, and constant bytes over the same.
+over one TCP connection, and constant bytes over the same. Without NIXL its plane is left out.
 """
 
 from contextlib import AsyncExitStack
 
 from kvclient import AsyncClient, Region, SharedRegion
 from kvclient.planes.base import PLANES
+from kvserve import nixl_agent
 from kvserve.bench.fetch import FetchByLayer, FetchStream, check_bytes
 from kvserve.bench.report import TransferReport, machine, ratio_bar, summarise
 from kvserve.bench.rounds import WARM_UPS, Case, Step, run_rounds, step_count
@@ -17,7 +18,8 @@ from kvserve.store.locations import ChunkLocations
 
 RATIO_MIN = 0.85
 _SERIES = 0
-_CASES, _OTHER_STEPS = 2 * len(PLANES) + 2, 2 * len(PLANES) + 1
+_MEASURED = [plane for plane in PLANES if plane != "nixl" or nixl_agent.is_installed()]
+_CASES, _OTHER_STEPS = 2 * len(_MEASURED) + 2, 2 * len(_MEASURED) + 1
 
 
 def steps(settings: Settings) -> int:
@@ -33,13 +35,14 @@ async def bench_planes(settings: Settings, step: Step) -> TransferReport:
         facts = machine(space.directory)
         step("storing the chunks")
         await space.store_series([(unit, _SERIES)])
-        server = stack.enter_context(space.server())
+        settings_of_nixl = ("server.nixl=true",) if "nixl" in _MEASURED else ()
+        server = stack.enter_context(space.server(settings_of_nixl))
         region = touched(unit.size_bytes)
         shared = SharedRegion(unit.size_bytes)
         shared.view[:] = region
         whole: list[Case] = []
         by_layer: list[Case] = []
-        for plane in PLANES:
+        for plane in _MEASURED:
             client = await stack.enter_async_context(AsyncClient(server.address, plane=plane))
             into = shared if plane == "shm" else Region(region)
             stream = FetchStream(client, unit, _SERIES, region=into, pid=server.pid)

@@ -28,6 +28,7 @@ from kvserve.rpc.servicer import Servicer
 from kvserve.service import Service
 from kvserve.storage_health import StorageHealth
 from kvserve.transfer.planes.data_port import DataPort, FrameBuffers
+from kvserve.transfer.planes.nixl_writer import NixlWriter, open_writer_blocking
 from kvserve.transfer.planes.offered import Planes
 from kvserve.upkeep import Upkeep
 
@@ -69,6 +70,7 @@ class Server:
         self._threads = FsThreads(config.store.io_threads, timeout_s=config.store.io_timeout_s)
         self._server: grpc.aio.Server | None = None
         self.data_port: DataPort | None = None
+        self.nixl: NixlWriter | None = None
 
     async def start(self) -> None:
         """Checks the root, binds, answers.
@@ -78,6 +80,10 @@ class Server:
                 bound, or no answer in time; the message names path, uid and errno.
         """
         config = self._config
+        if config.server.nixl:
+            self.nixl = await asyncio.get_running_loop().run_in_executor(
+                None, open_writer_blocking, config
+            )
         tree = await self._open_tree()
         self._metrics = Metrics(tree)
         self._upkeep = Upkeep(
@@ -99,7 +105,9 @@ class Server:
             store_refused=self._upkeep.relieve_soon,
         )
         self.data_port = _data_port(config.limits)
-        planes = Planes(self.data_port, frame_size_bytes_max=config.limits.frame_size_bytes)
+        planes = Planes(
+            self.data_port, frame_size_bytes_max=config.limits.frame_size_bytes, nixl=self.nixl
+        )
         self._health = Health(storage, self._threads, tree.store.check_root_blocking)
         server = grpc.aio.server(options=channel_options(config.limits.message_size_bytes_max))
         server.add_generic_rpc_handlers(
@@ -190,6 +198,9 @@ class Server:
 
     async def _close_data_port(self) -> None:
         port, self.data_port = self.data_port, None
+        nixl, self.nixl = self.nixl, None
+        if nixl is not None:
+            await nixl.stop()
         if port is not None:
             await port.stop()
 
@@ -217,7 +228,7 @@ def _data_port(limits: LimitsConfig) -> DataPort:
 async def _open_data_port(port: DataPort, config: ServerConfig) -> None:
     """Where the tcp and the shm plane listen, as far as they are on."""
     listen, data_listen = config.listen, config.data_listen
-    if data_listen != "off" and (data_listen or not listen.startswith("unix:")):
+    if config.has_data_port:
         host = (data_listen or listen).rpartition(":")[0].strip("[]")
         number = int(data_listen.rpartition(":")[2]) if data_listen else 0
         await port.start(host, number, tell_host=bool(data_listen))

@@ -124,7 +124,7 @@ def test_a_plane_by_name(command: str, tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     ended = bench(command, *TINY, "--plane", "rdma")
     assert ended.returncode == 1
-    assert "--plane rdma must be auto, shm or tcp or grpc" in ended.stderr
+    assert "--plane rdma must be auto, shm or nixl or tcp or grpc" in ended.stderr
 
 
 def test_lookup(tmp_path: Path) -> None:

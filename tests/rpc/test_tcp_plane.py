@@ -270,7 +270,7 @@ class TestConnections:
 
 class TestChoice:
     async def test_a_plane_that_nobody_knows(self) -> None:
-        with pytest.raises(InvalidRequest, match="plane 'rdma' must be auto, shm or tcp or grpc"):
+        with pytest.raises(InvalidRequest, match="'rdma' must be auto, shm or nixl or tcp or grpc"):
             AsyncClient("127.0.0.1:1", plane="rdma")
 
     async def test_a_server_without_it(self, start_server: StartServer) -> None:

@@ -9,12 +9,14 @@ from kvclient.planes.base import PLANES, Unreachable
 from kvclient.planes.tcp import DataConnections
 from kvclient.region import Region
 from kvclient.shared_region import SharedRegion
+from kvserve import nixl_agent
 from kvserve.errors import InvalidRequest, ServerUnavailable
 
 log = logging.getLogger(__name__)
 
 AUTO: Final = "auto"
 _AVOIDED_S = 60.0
+_FETCH_ONLY: Final = ("shm", "nixl")
 
 
 class PlaneChoice:
@@ -25,6 +27,8 @@ class PlaneChoice:
     ) -> None:
         if plane not in (AUTO, *PLANES):
             raise InvalidRequest(f"plane {plane!r} must be {AUTO}, {' or '.join(PLANES)}")
+        if plane == "nixl" and not nixl_agent.is_installed():
+            raise InvalidRequest(f"plane nixl: {nixl_agent.HOW_TO_INSTALL}")
         host = "127.0.0.1" if address.startswith("unix:") else address.rpartition(":")[0]
         self.connections = DataConnections(host)
         self._address = address
@@ -46,13 +50,15 @@ class PlaneChoice:
             raise InvalidRequest("plane shm fetches into a SharedRegion only")
         if self._plane != AUTO:
             return (self._plane,)
-        return [it for it in self._reachable() if is_shared or it != "shm"]
+        fits = {"shm": is_shared, "nixl": region.is_lasting and nixl_agent.is_installed()}
+        return [it for it in self._reachable() if fits.get(it, True)]
 
     def for_store(self) -> Sequence[str]:
-        """The same; shm is for fetches, a client that pins it stores over the best other plane."""
-        if self._plane not in (AUTO, "shm"):
+        """The same; shm and nixl are for fetches, a client that pins one of them stores over the
+        best other plane."""
+        if self._plane not in (AUTO, *_FETCH_ONLY):
             return (self._plane,)
-        return [it for it in self._reachable() if it != "shm"]
+        return [it for it in self._reachable() if it not in _FETCH_ONLY]
 
     def without(self, planes: Sequence[str], error: Unreachable) -> Sequence[str]:
         """What is left of `planes` for this transfer; later ones avoid the plane for a while.

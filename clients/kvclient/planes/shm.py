@@ -11,7 +11,6 @@ hangs holds the cancel, since it may still write when it wakes up.
 """
 
 import asyncio
-import ctypes
 from collections.abc import Sequence
 from weakref import ref
 
@@ -19,7 +18,7 @@ from kvclient.fetch_session import FetchSession
 from kvclient.placement import Placement
 from kvclient.planes.base import FetchCall, Took
 from kvclient.planes.tcp import DataConnections, finish_fetch
-from kvclient.region import Region
+from kvclient.region import Region, address_of
 from kvclient.shared_region import SharedRegion
 from kvserve.data_socket import DataSocket
 from kvserve.errors import InvalidRequest, ServerUnavailable
@@ -92,25 +91,21 @@ def spans_of(
     Raises:
         InvalidRequest: the placement is not in its region, or in more pieces than a fetch may name.
     """
-    base = _address(placement.region.view)
+    base = address_of(placement.region.view)
     size_bytes = placement.region.size_bytes
     spans: list[tuple[int, int]] = []
     for layer_index in layers:
         whole = Span(0, descriptor.layout.slice_sizes[layer_index])
         for view in placement.views(layer_index, 0, descriptor.chunk_count, whole):
-            offset = _address(view) - base
+            offset = address_of(view) - base
             if not 0 <= offset <= size_bytes - len(view):
-                raise InvalidRequest(f"layer {layer_index} has no place in the shared region")
+                raise InvalidRequest(f"layer {layer_index} has no place in its region")
             if spans and sum(spans[-1]) == offset:
                 spans[-1] = (spans[-1][0], spans[-1][1] + len(view))
             else:
                 spans.append((offset, len(view)))
     if len(spans) > SPANS_MAX:
         raise InvalidRequest(
-            f"the layers are in {len(spans)} pieces; the shm plane takes {SPANS_MAX} in a fetch"
+            f"the layers are in {len(spans)} pieces; shm and nixl take {SPANS_MAX} in a fetch"
         )
     return spans
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))

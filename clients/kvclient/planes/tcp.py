@@ -52,18 +52,20 @@ class DataConnections:
         self._server_host = server_host
         self._kept: list[tuple[float, DataSocket]] = []
 
-    async def open(self, offer: pb.DataOffer) -> DataSocket:
-        """A connection that has shown the offer's secret.
+    async def open(self, offer: pb.DataOffer, plane: str = "") -> DataSocket:
+        """A connection that has shown the offer's secret. `plane`: where the address does not tell.
 
         Raises:
             Unreachable: the address does not answer at once.
         """
-        connection = self._take(offer.address) or await self._connect(offer.address)
+        connection = self._take(offer.address) or await self._connect(
+            offer.address, plane or _plane_of(offer.address)
+        )
         try:
             await connection.send((HELLO_MAGIC, offer.secret))
         except ServerUnavailable as error:
             connection.close()
-            raise Unreachable(_plane_of(offer.address), str(error)) from error
+            raise Unreachable(plane or _plane_of(offer.address), str(error)) from error
         except BaseException:
             connection.close()
             raise
@@ -98,7 +100,7 @@ class DataConnections:
     def _resolved(self, address: str) -> str:
         return f"{self._server_host}{address}" if address.startswith(":") else address
 
-    async def _connect(self, address: str) -> DataSocket:
+    async def _connect(self, address: str, plane: str) -> DataSocket:
         where = self._resolved(address)
         refused = "no address"
         try:
@@ -120,7 +122,7 @@ class DataConnections:
         except OSError as error:
             refused = str(error)
         what = f"the data address {where} cannot be reached: {refused}"
-        raise Unreachable(_plane_of(address), what)
+        raise Unreachable(plane, what)
 
 
 def _plane_of(address: str) -> str:
@@ -165,7 +167,7 @@ async def finish_fetch(
     try:
         await _take_records(connection, session, took)
     except ServerUnavailable:
-        await _raise_status(call)
+        await raise_status(call)
         raise
     if isinstance(await call.read(), bytes):
         raise ServerFault("a reply came after the last layer")
@@ -195,7 +197,7 @@ async def _take_records(connection: DataSocket, session: FetchSession, took: Too
             took(events)
 
 
-async def _raise_status(call: FetchCall) -> None:
+async def raise_status(call: FetchCall) -> None:
     """Raises the status that the server has ended the call with, if it has."""
     try:
         async with asyncio.timeout(_STATUS_S):

@@ -87,7 +87,7 @@ class ShmFetchPlane(TcpFetchPlane):
     ) -> None:
         super().__init__(write, port)
         self._slice_sizes = descriptor.layout.slice_sizes
-        self._starts, self._size_bytes = _layer_starts(descriptor, layers)
+        self._starts, self._size_bytes = layer_starts(descriptor, layers)
         self._target: Target | None = None
 
     async def __aexit__(
@@ -129,7 +129,7 @@ class ShmFetchPlane(TcpFetchPlane):
         await self._connection.send((frame.head,))
 
 
-def _layer_starts(descriptor: Descriptor, layers: Sequence[int]) -> tuple[Mapping[int, int], int]:
+def layer_starts(descriptor: Descriptor, layers: Sequence[int]) -> tuple[Mapping[int, int], int]:
     """Where each layer's payload starts, layers in the order asked for, and the size of all."""
     starts: dict[int, int] = {}
     at = 0
@@ -161,11 +161,11 @@ async def _receive_target(connection: DataSocket) -> Target:
         raise InvalidRequest("no shared memory came over this connection")
     offsets, sizes = decode_spans(spans)
     # Before anything holds the memory: the traceback of a refusal would keep it.
-    _check_spans(offsets, sizes, len(connection.memory))
+    check_spans(offsets, sizes, len(connection.memory))
     return Target(memoryview(connection.memory), offsets, sizes)
 
 
-def _check_spans(offsets: Sequence[int], sizes: Sequence[int], memory_size_bytes: int) -> None:
+def check_spans(offsets: Sequence[int], sizes: Sequence[int], memory_size_bytes: int) -> None:
     for offset, size in zip(offsets, sizes, strict=True):
         if not size or offset + size > memory_size_bytes:
             raise InvalidRequest(
