@@ -169,7 +169,7 @@ def check_spans(offsets: Sequence[int], sizes: Sequence[int], memory_size_bytes:
     for offset, size in zip(offsets, sizes, strict=True):
         if not size or offset + size > memory_size_bytes:
             raise InvalidRequest(
-                f"a span of {size} bytes at {offset} in shared memory of {memory_size_bytes} bytes"
+                f"a span of {size} bytes at {offset} in a region of {memory_size_bytes} bytes"
             )
 
 
