@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -259,7 +260,9 @@ class TestProcesses:
             died.stdout.close()
         assert process.stop() == 0, process.log()
 
-    def test_a_killed_server(self, process: ServerProcess, stored: object) -> None:
+    def test_a_killed_server(
+        self, process: ServerProcess, stored: object, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """T6: what it had sent and was not taken yet does not arrive after the fetch's end."""
         descriptor = small_descriptor(kv_heads=8, head_dim=128, chunks=64, layers=16)
         region = Region(bytearray(descriptor.payload_size_bytes))
@@ -267,6 +270,9 @@ class TestProcesses:
         with Client(process.address, plane="nixl") as client:
             handle = client.fetch(descriptor, region)
             handle.wait_layer(0)
+            poll = RegionAgent.poll
+            monkeypatch.setattr(RegionAgent, "poll", lambda agent: None)  # so that it piles up
+            time.sleep(0.1)
             process.kill()
             with pytest.raises(ServerUnavailable):
                 handle.wait()
@@ -274,7 +280,8 @@ class TestProcesses:
             region.view[:] = reused
             agent = region_agent_blocking(region)
             for _ in range(200):
-                agent.poll()
+                poll(agent)
+            monkeypatch.setattr(RegionAgent, "poll", poll)
             assert region.view == reused
             with ServerProcess(process.root, settings=("server.nixl=true",)) as again:
                 assert region.view == reused
