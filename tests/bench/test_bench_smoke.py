@@ -9,6 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from kvserve import nixl_agent
+
 TINY = ("--chunks", "4", "--layers", "2", "--slice-bytes", "16384")
 SIZE_BYTES = 4 * 2 * 16384
 MACHINE = {
@@ -102,6 +104,10 @@ def test_store(tmp_path: Path) -> None:
 def test_planes(tmp_path: Path) -> None:
     report = bench_json(tmp_path, "planes", *TINY, "--repeats", "2")
     requests = {case["name"]: case["requests"] for case in report["cases"]}
+    ours = [name for name in requests if name.startswith("kvserve")]
+    if nixl_agent.is_installed():
+        assert requests.pop("kvserve_stream_nixl") == 1
+        assert requests.pop("kvserve_by_layer_sequential_nixl") == 2
     assert requests == {
         "kvserve_stream_shm": 1,
         "kvserve_stream_tcp": 1,
@@ -114,7 +120,7 @@ def test_planes(tmp_path: Path) -> None:
     }
     for case in report["cases"]:
         check_case(case, 2, {"tcp_files", "tcp_constant"})
-    assert report["verified_cases"] == [name for name in requests if name.startswith("kvserve")]
+    assert report["verified_cases"] == ours
     assert [bar["name"] for bar in report["bars"]] == ["kvserve_stream_tcp speed"]
 
 
