@@ -36,12 +36,13 @@ demo-llm: $(LLM)  ## a real model: process A prefills, process B continues from 
 test: $(DEV)  ## the whole test suite (with the real model where the llm extra is installed)
 	$(BIN)/python -m pytest $(TESTS)
 
-check: $(DEV)  ## format, lint, types, import contracts, generated stubs up to date
+check: $(DEV)  ## format, lint, types, import contracts, stubs up to date, tests importable
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tests/check_stubs.py
+	$(BIN)/python -m pytest --collect-only -qqq tests
 
 proto: $(DEV)  ## regenerate kvserve/v1 from proto/
 	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. kvserve/v1/kvserve.proto
@@ -50,11 +51,12 @@ format: $(DEV)  ## apply formatting and safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(DEV)  ## fetch, store, lookup, planes and metadata, against ceilings taken in the same run
+bench: $(DEV)  ## fetch, store, lookup, planes, concurrency and metadata, against ceilings taken in the same run
 	$(BIN)/kvserve bench fetch
 	$(BIN)/kvserve bench store
 	$(BIN)/kvserve bench lookup
-	$(BIN)/kvserve bench planes
+	$(BIN)/kvserve bench planes --geometry all
+	$(BIN)/kvserve bench concurrency --workers 1 --workers 2
 	$(BIN)/kvserve bench metadata --root /dev/shm
 
 clean:  ## remove the environment and caches

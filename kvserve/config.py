@@ -44,7 +44,15 @@ class ServerConfig(_Section):
     )
 
     shared_memory: bool = Field(
-        True, description="Fetches into memory shared with clients on this host: the shm plane."
+        True, description="Payload in memory shared with clients on this host: the shm plane."
+    )
+
+    tls_certificate_file: str = Field(
+        "", description="PEM file: the server's certificate and its chain. Empty: no TLS."
+    )
+    tls_key_file: str = Field("", description="PEM file: the certificate's key, not encrypted.")
+    tls_client_ca_file: str = Field(
+        "", description="PEM file: who signs clients' certificates; then each must show one."
     )
 
     nixl: bool = Field(
@@ -67,6 +75,17 @@ class ServerConfig(_Section):
             raise ValueError(f"port {port} is above 65535")
         return listen
 
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> "ServerConfig":
+        for key, needed in (
+            ("tls_certificate_file", "tls_key_file"),
+            ("tls_key_file", "tls_certificate_file"),
+            ("tls_client_ca_file", "tls_certificate_file"),
+        ):
+            if getattr(self, key) and not getattr(self, needed):
+                raise ValueError(f"{key} needs {needed}, which is not set")
+        return self
+
     drain_timeout_s: float = Field(
         30.0, ge=0, le=3600, description="How long SIGTERM waits for open transfers, seconds."
     )
@@ -78,6 +97,22 @@ class ServerConfig(_Section):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Least severe message that is logged."
     )
+    workers: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Server processes behind listen, on one tree; each has [limits].",
+    )
+
+    @model_validator(mode="after")
+    def _workers_have_addresses(self) -> "ServerConfig":
+        if self.workers > 1 and self.listen.startswith("unix:"):
+            raise ValueError("listen on HOST:PORT with workers above 1: a unix: socket has one")
+        for name in ("data_listen", "metrics_listen"):
+            port = getattr(self, name).rpartition(":")[2]
+            if port.isdecimal() and int(port) and int(port) + self.workers - 1 > 65_535:
+                raise ValueError(f"{name}: each worker has its own port, the last above 65535")
+        return self
 
 
 class StoreConfig(_Section):
@@ -88,7 +123,7 @@ class StoreConfig(_Section):
         "process",
         description="What an acknowledged chunk survives: a killed server, or power loss (fsync).",
     )
-    io_threads: int = Field(16, ge=1, le=1024, description="Threads for blocking file calls.")
+    io_threads: int = Field(64, ge=1, le=1024, description="Threads for blocking file calls.")
     io_timeout_s: float = Field(
         30.0,
         ge=0.05,
@@ -203,7 +238,11 @@ class LimitsConfig(_Section):
         ByteSize(1 << 20), ge=4096, le=64 << 20, description="Payload in one frame, bytes."
     )
     frames_in_flight: int = Field(
-        8, ge=1, le=1024, description="Frames that one transfer holds in memory at most."
+        8, ge=1, le=1024, description="Frames of one store in memory that are not written yet."
+    )
+    staging_size_bytes: ByteSize = Field(
+        ByteSize(256 << 20),
+        description="Frames of all transfers in memory together, bytes; shared out fairly.",
     )
     transfers_max: int = Field(
         256, ge=1, le=65536, description="Stores and fetches open at once; further ones must retry."
@@ -272,6 +311,8 @@ class Config(_Section):
                 "limits.frame_size_bytes must be at least 64 KiB below "
                 "limits.message_size_bytes_max"
             )
+        if self.limits.staging_size_bytes < 4 * self.limits.frame_size_bytes:
+            raise ValueError("limits.staging_size_bytes must be at least 4 limits.frame_size_bytes")
         cap = self.capacity.size_bytes_max
         floors = sum(tenant.size_bytes_floor for tenant in self.tenants.values())
         if cap and floors > cap * self.capacity.low_watermark:
@@ -298,21 +339,34 @@ def load_config(path: Path | None, overrides: Mapping[str, Mapping[str, Any]]) -
             values = tomllib.loads(path.read_text("utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise InvalidRequest(f"cannot read config {path}: {error}") from error
-    for section, entries in overrides.items():
-        base = values.setdefault(section, {})
-        if isinstance(base, dict):
-            values[section] = {**base, **entries}
+    values = {
+        **overrides,
+        **{section: _merged(base, overrides.get(section, {})) for section, base in values.items()},
+    }
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
         lines = [
-            f"  {'.'.join(map(str, item['loc']))}: unknown, see deploy/kvserve.example.toml"
+            f"  {'.'.join(map(str, item['loc']))}: unknown, see `kvserve serve --print-config`"
             if item["type"] == "extra_forbidden"
             else f"  {'.'.join(map(str, item['loc']))}: {item['msg']} (got {item['input']!r:.80})"
             for item in error.errors()
         ]
         raise InvalidRequest(f"invalid settings in {source}:\n" + "\n".join(lines)) from error
     return config
+
+
+def _merged(base: Any, over: Mapping[str, Any]) -> Any:
+    """`base` with what `over` says of its keys; tables in it (a tenant's) are merged, too."""
+    if not isinstance(base, dict):
+        return base  # no section: the validation says so
+    changed = {
+        key: _merged(base[key], value)
+        if isinstance(value, Mapping) and isinstance(base.get(key), dict)
+        else value
+        for key, value in over.items()
+    }
+    return {**base, **changed}
 
 
 def parse_value(text: str) -> Any:

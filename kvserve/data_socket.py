@@ -33,6 +33,7 @@ class DataSocket:
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peer = peer
+        self.needs_handshake = False
         self.memory: object = None
         """shm: what both ends registered over this connection last."""
         self._sock = sock
@@ -46,6 +47,14 @@ class DataSocket:
 
     def __repr__(self) -> str:
         return f"<DataSocket {self.peer}{' closed' if self._fd < 0 else ''}>"
+
+    async def handshake(self) -> None:
+        """What must come before anything else; only TLS has it (`tls_socket.py`).
+
+        Raises:
+            InvalidRequest: the other side does not speak TLS, or one does not trust the other.
+            ServerUnavailable: the connection has ended.
+        """
 
     async def send(self, buffers: Sequence[Buffer]) -> None:
         """Sends all of `buffers`; on return they are the caller's again.
@@ -70,7 +79,7 @@ class DataSocket:
             except BlockingIOError:
                 await self._until_writable()
             except OSError as error:
-                raise self._broken(_name(error)) from error
+                raise self._broken(errno_name(error)) from error
 
     async def receive(self, buffers: Sequence[memoryview]) -> None:
         """Fills all of `buffers`.
@@ -98,26 +107,18 @@ class DataSocket:
         Raises:
             ServerUnavailable: the connection ended before.
         """
-        readable = self._loop.create_future()
-        self.unwatch()
-        self._wait_for(1)
-        self._received = readable
-        self._loop.add_reader(self._fd, _set, readable)
+        await self._until_readable()
         try:
-            await readable
             got, fds, _, _ = socket.recv_fds(self._sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
         except OSError as error:
-            raise self._broken(_name(error)) from error
-        finally:
-            self._received = None
-            if self._fd >= 0:
-                self._loop.remove_reader(self._fd)
+            raise self._broken(errno_name(error)) from error
         if not got:
             raise self._broken("closed by the other side")
         return fds[0] if fds else None
 
     def finish_sending(self) -> None:
-        """Tells the other side that nothing more comes; it still can be received from."""
+        """Tells the other side that nothing more comes; it still can be received from. Does nothing
+        over TLS, where receiving would end too."""
         with suppress(OSError):  # it has ended already
             self._sock.shutdown(socket.SHUT_WR)
 
@@ -151,6 +152,18 @@ class DataSocket:
             if waiting is not None and not waiting.done():
                 waiting.set_exception(self._broken("closed on this side"))
 
+    async def _until_readable(self) -> None:
+        self.unwatch()
+        self._wait_for(1)
+        self._received = readable = self._loop.create_future()
+        self._loop.add_reader(self._fd, _set, readable)
+        self._is_watched = True
+        try:
+            await readable
+        finally:
+            self._received = None
+            self.unwatch()
+
     async def _until_writable(self) -> None:
         self._writable = self._loop.create_future()
         self._loop.add_writer(self._fd, self._on_writable)
@@ -168,7 +181,7 @@ class DataSocket:
         except BlockingIOError:
             return buffers
         except OSError as error:
-            raise self._broken(_name(error)) from error
+            raise self._broken(errno_name(error)) from error
         return _rest(buffers, sent)
 
     def _fill(self, wanted: list[memoryview]) -> list[memoryview]:
@@ -180,7 +193,7 @@ class DataSocket:
         except BlockingIOError:
             left = wanted
         except OSError as error:
-            raise self._broken(_name(error)) from error
+            raise self._broken(errno_name(error)) from error
         else:
             if not got:
                 raise self._broken("closed by the other side")
@@ -231,5 +244,6 @@ def _rest(buffers: Sequence[Buffer], done: int) -> list[memoryview]:
     return []
 
 
-def _name(error: OSError) -> str:
+def errno_name(error: OSError) -> str:
+    """As in EPIPE (Broken pipe)."""
     return f"{errno.errorcode.get(error.errno or 0, str(error.errno))} ({error.strerror})"

@@ -19,9 +19,9 @@ KvserveError
 ```
 
 A miss is a value (`model.ChunkStatus`), never an error. `OSError` becomes a `StorageError` in `fs`
-only, and a `ServerUnavailable` in `data_socket.py` only; an error becomes a gRPC status in
-`rpc/status.py` only, and a status an error in `kvclient/status.py` only, by the class name in the
-trailing metadata.
+only, and a `ServerUnavailable` in `data_socket.py` and `tls_socket.py` only; an error becomes a
+gRPC status in `rpc/status.py` only, and a status an error in `kvclient/status.py` only, by the
+class name in the trailing metadata.
 """
 
 from typing import ClassVar

@@ -3,15 +3,21 @@
 Names and meanings are in docs/operations.md; a test compares.
 """
 
+import threading
 from collections import Counter as Tally
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, start_http_server
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    disable_created_metrics,
+    start_http_server,
+)
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvserve.errors import InvalidRequest
+from kvserve.errors import InvalidRequest, StorageError
 from kvserve.model import ChunkStatus, Verdict
 from kvserve.open_tree import OpenTree
 from kvserve.policy.quota import Amount
@@ -62,6 +68,8 @@ class Metrics:
             InvalidRequest: the address cannot be bound.
         """
         host, _, port = listen.rpartition(":")
+        # When each counter was made: as many series again, which nobody asks for.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         try:
             self._server, _ = start_http_server(int(port), host.strip("[]"), registry=self.registry)
         except OSError as error:
@@ -77,11 +85,42 @@ class Metrics:
             server.server_close()
 
 
+_ANSWER_WAIT_S = 1.0
+
+
+class _AskedOfTheTree:
+    """An answer that takes file calls. They must not hold up the metrics, least of all where the
+    mount hangs: one thread asks, and the answer is None while it has none."""
+
+    def __init__(self, ask_blocking: Callable[[], bool]) -> None:
+        self._ask_blocking = ask_blocking
+        self._lock = threading.Lock()
+        self._asking: threading.Thread | None = None
+        self._answer: bool | None = None
+
+    def answer_blocking(self) -> bool | None:
+        with self._lock:
+            if self._asking is None or not self._asking.is_alive():
+                self._answer = None
+                self._asking = threading.Thread(target=self._ask, name="metrics-tree", daemon=True)
+                self._asking.start()
+            asking = self._asking
+        asking.join(_ANSWER_WAIT_S)
+        return self._answer
+
+    def _ask(self) -> None:
+        try:
+            self._answer = self._ask_blocking()
+        except StorageError:
+            self._answer = None  # the upkeep's own try is in the log
+
+
 class _TreeGauges(Collector):
     """Read when they are asked for."""
 
     def __init__(self, tree: OpenTree) -> None:
         self._tree = tree
+        self._steward = _AskedOfTheTree(tree.owner.is_first_blocking)
 
     def collect(self) -> Iterator[Metric]:
         tree = self._tree
@@ -96,6 +135,13 @@ class _TreeGauges(Collector):
             files.add_metric([tenant], amount.files)
         yield size
         yield files
+        yield from self._limits()
+        steward = GaugeMetricFamily(
+            "kvserve_is_steward", "1: this server counts and evicts for its tree, else 0."
+        )
+        if (is_first := self._steward.answer_blocking()) is not None:
+            steward.add_metric([], int(is_first))
+        yield steward
         for name, text, value in (
             ("kvserve_leased_chunks", "Chunks leased now.", tree.exchange.leases.chunks),
             ("kvserve_open_files", "Chunk files open now.", tree.store.open_chunks.taken),
@@ -106,3 +152,22 @@ class _TreeGauges(Collector):
             ),
         ):
             yield GaugeMetricFamily(name, text, value=value)
+
+    def _limits(self) -> Iterator[Metric]:
+        """Only those that are set: a limit of 0 would be read as one."""
+        quotas = self._tree.ledger.quotas
+        for name, text, value in (
+            ("kvserve_cap_bytes", "capacity.size_bytes_max, if set.", quotas.total.size_bytes),
+            ("kvserve_cap_chunks", "capacity.files_max, if set.", quotas.total.files),
+        ):
+            cap = GaugeMetricFamily(name, text)
+            if value:
+                cap.add_metric([], value)
+            yield cap
+        ceiling = GaugeMetricFamily(
+            "kvserve_ceiling_bytes", "A tenant's own limit, if it has one.", labels=["tenant"]
+        )
+        for tenant in sorted({*quotas.tenants, *self._tree.ledger.usage()}):
+            if size_bytes := quotas.of(tenant).ceiling.size_bytes:
+                ceiling.add_metric([tenant], size_bytes)
+        yield ceiling

@@ -62,6 +62,8 @@ def open_tree_blocking(config: Config, fs: FileSystem | None = None) -> OpenTree
     if not config.store.root:
         raise InvalidRequest("store.root is not set: pass --root DIR or set it in the config")
     root = os.path.abspath(config.store.root)
+    if os.path.exists(root) and not os.path.isdir(root):
+        raise InvalidRequest(f"the root {root} (store.root) is no directory")
     # Names need not be secret, only different: seeded from the system once.
     random = Random(os.urandom(16))
     owner: Owner | None = None

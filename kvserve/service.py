@@ -19,6 +19,8 @@ from kvserve.storage_health import StorageHealth
 from kvserve.store.locations import ChunkLocations
 from kvserve.transfer.long_steps import CHUNKS_IN_PLACE_MAX, LongSteps
 from kvserve.transfer.planes.base import FetchPlane, StorePlane
+from kvserve.transfer.staging import Staging
+from kvserve.transfer.step_reads import ReadPace
 from kvserve.transfer.turns import Turns
 from kvserve.transfers import Transfers
 
@@ -33,6 +35,8 @@ class Service:
         limits: LimitsConfig,
         metrics: Metrics,
         *,
+        staging: Staging,
+        pace: ReadPace,
         health: StorageHealth,
         lease_ttl_s_max: float,
         store_refused: Callable[[], None],
@@ -58,6 +62,8 @@ class Service:
             long_steps=self.long_steps,
             health=health,
             turns=self._turns,
+            staging=staging,
+            pace=pace,
             store_refused=store_refused,
         )
 

@@ -21,17 +21,13 @@ from kvserve.transfer.batches import Late, in_batches
 from kvserve.transfer.fetch_pump import FetchPump
 from kvserve.transfer.long_steps import LongSteps
 from kvserve.transfer.planes.base import FetchPlane, StorePlane
+from kvserve.transfer.staging import Staging
+from kvserve.transfer.step_reads import ReadPace
 from kvserve.transfer.store_pump import StorePump
 from kvserve.transfer.store_session import StoreSession
 from kvserve.transfer.turns import Turns
 
 log = logging.getLogger(__name__)
-
-_REFUSED = Verdict(
-    ChunkStatus.NO_SPACE,
-    "the limit of the tree or of the tenant is reached (settings [capacity]); retry when eviction "
-    "has made room",
-)
 
 
 class Transfers:
@@ -48,6 +44,8 @@ class Transfers:
         long_steps: LongSteps,
         health: StorageHealth,
         turns: Turns,
+        staging: Staging,
+        pace: ReadPace,
         store_refused: Callable[[], None],
     ) -> None:
         self._tree = tree
@@ -59,6 +57,8 @@ class Transfers:
         self._long_steps = long_steps
         self._health = health
         self._turns = turns
+        self._staging = staging
+        self._pace = pace
         self._store_refused = store_refused
 
     async def fetch(self, where: ChunkLocations, layers: Sequence[int], plane: FetchPlane) -> None:
@@ -99,8 +99,8 @@ class Transfers:
             plane,
             layout=descriptor.layout,
             chunks=chunks,
-            frame_size_bytes=self._limits.frame_size_bytes,
-            frames_in_flight=self._limits.frames_in_flight,
+            staging=self._staging,
+            pace=self._pace,
             turns=self._turns,
         )
         self._tree.recency.fetched(chunks, time.time())
@@ -215,7 +215,8 @@ class Transfers:
                 await self._abandon_left(writers)
             finally:
                 room.close()
-        return dict.fromkeys(refused, _REFUSED) | verdicts
+        text = f"no room: {room.refused_by}; retry when eviction has made some"
+        return dict.fromkeys(refused, Verdict(ChunkStatus.NO_SPACE, text)) | verdicts
 
     async def _keep_known(self, where: ChunkLocations, missing: Sequence[int]) -> None:
         """Before chunks are acknowledged that were there: with "power" their names must stay, too.
@@ -244,19 +245,21 @@ class Transfers:
         session = StoreSession(
             where.descriptor.layout, needed, frame_size_bytes_max=self._limits.frame_size_bytes
         )
-        pump = StorePump(
-            session,
-            writer,
-            self._threads,
-            layer_stored=plane.layer_stored,
-            frames_in_flight=self._limits.frames_in_flight,
-        )
-        try:
-            async for frame in plane.frames():
-                await pump.feed(*frame)
-            await pump.finish(may_publish=plane.is_finished)
-        finally:
-            await pump.close()
+        with self._staging.store() as share:
+            pump = StorePump(
+                session,
+                writer,
+                self._threads,
+                layer_stored=plane.layer_stored,
+                frames_in_flight=self._limits.frames_in_flight,
+                share=share,
+            )
+            try:
+                async for frame in plane.frames():
+                    await pump.feed(*frame)
+                await pump.finish(may_publish=plane.is_finished)
+            finally:
+                await pump.close()
         return pump.verdicts
 
     async def _abandon_left(self, writers: dict[int, ChunkWriter]) -> None:

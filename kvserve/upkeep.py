@@ -165,6 +165,7 @@ class Upkeep:
 
     def _exchange_blocking(self) -> None:
         tree = self._tree
+        tree.store.check_mounted_blocking()  # else the files below would go where nobody looks
         tree.ledger.set_base(tree.usage_files.base_for(tree.ledger.own_changes()))
         tree.exchange.tell_blocking()
         tree.exchange.read_departures_blocking()
@@ -197,7 +198,7 @@ class Upkeep:
             )
         if result is not None and (result.removed or result.failed):
             log.info("swept after dead servers: %s", result)
-        self._note(expired, f"not used for {self._ttl_s:.0f} s")
+        self._note(expired, f"not used for {self._ttl_s:.0f} s (capacity.ttl_s)")
 
     def _end_count_blocking(
         self, count: TreeCount, others: dict[str, UsageByTenant], is_whole: bool
@@ -210,7 +211,8 @@ class Upkeep:
         counted, own = count.finish()
         tags = tree.usage_files.tags()
         tree.usage_files.write_base(counted, own, others)
-        tree.usage_files.forget({tag for tag in tags if not tree.owner.lives_blocking(tag)})
+        dead = {tag for tag in tags if not tree.owner.lives_blocking(tag)}
+        tree.usage_files.forget(dead, others)
         tree.exchange.forget_dead_blocking(tree.owner.lives_blocking, time.time())
 
     async def _relieve(self) -> None:
@@ -253,7 +255,7 @@ class Upkeep:
     def _note(self, result: EvictionResult, why: str) -> None:
         self._metrics.evicted(result.evicted, result.failed)
         if result.evicted or result.failed:
-            log.info("evicted %s: %s", why, result)
+            log.info("%s: %s", why, result)
 
     async def _run(self, line: _Line, call: Callable[..., _T], *args: object) -> _T:
         # The wait is over before the step is overdue: it does not begin when nobody waits for it.

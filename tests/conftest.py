@@ -13,6 +13,7 @@ from kvclient import AsyncClient
 from kvserve.config import load_config
 from kvserve.fs import FileSystem
 from kvserve.rpc.server import Server
+from tests.certificates import Certificates
 
 # The defaults of blockbuster leave these out; each can wait for a disk.
 _FILE_CALLS = ("open", "pread", "preadv", "pwrite", "pwritev", "fsync", "fdatasync", "ftruncate")
@@ -57,6 +58,11 @@ def no_blocking_calls() -> Iterator[None]:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     return tmp_path / "kv"
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture

@@ -2,7 +2,16 @@
 
 from random import Random
 
-from kvclient import AsyncClient, Descriptor, Layout, ModelIdentity, attention, chunk_hashes
+from kvclient import (
+    AsyncClient,
+    Descriptor,
+    Layout,
+    ModelIdentity,
+    Region,
+    SharedRegion,
+    attention,
+    chunk_hashes,
+)
 
 
 def small_descriptor(
@@ -34,8 +43,23 @@ def payload_for(descriptor: Descriptor, seed: int = 0) -> bytearray:
     return bytearray(Random(seed).randbytes(descriptor.payload_size_bytes))
 
 
+def memory(plane: str, size: int | bytearray) -> Region:
+    """A region that the plane can use: of that many bytes, or with these."""
+    source = bytearray(size) if isinstance(size, int) else size
+    if plane != "shm":
+        return Region(source)
+    shared = SharedRegion(len(source))
+    shared.view[:] = source
+    return shared
+
+
 async def store_all(client: AsyncClient, descriptor: Descriptor, source: object) -> None:
-    """Stores every layer; fails unless every chunk ends as stored."""
+    """Stores every layer; fails unless every chunk ends as stored.
+
+    A bare payload is put into memory that the client's plane can use.
+    """
+    if isinstance(source, bytearray):
+        source = memory(client.plane, source)
     handle = client.store(descriptor, source)
     for layer_index in descriptor.layer_order:
         await handle.store_layer(layer_index)

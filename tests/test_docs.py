@@ -1,15 +1,20 @@
 """What the documents say is what the code does: the disk format and the example settings."""
 
+import inspect
 import re
+from enum import Enum
 from pathlib import Path
 
 import pytest
 import xxhash
 
-from kvserve.config import Config, load_config, render_toml
+import kvclient
+from kvclient import AsyncClient, BlockingFetch, BlockingStore, Client
+from kvserve.config import Config, ServerConfig, StoreConfig, load_config, render_toml
 from kvserve.format.chunk_file import ALIGNMENT_BYTES, MAGIC, VERSION, ChunkGeometry
 from kvserve.metrics import Metrics
 from kvserve.model import ChunkStatus, Verdict
+from kvserve.open_tree import quotas_of
 from tests.golden.chunks import GQA
 from tests.trees import tree_on
 
@@ -91,6 +96,45 @@ class TestExampleSettings:
         assert load_config(self.path, {}) == Config()
 
 
+class TestTwoTenants:
+    """deploy/example-two-tenants.toml"""
+
+    config = load_config(ROOT / "deploy" / "example-two-tenants.toml", {})
+
+    def test_what_it_says_is_what_holds(self) -> None:
+        quotas = quotas_of(self.config)
+        assert quotas.total.size_bytes == 2 << 40
+        assert quotas.of("chat").ceiling.size_bytes == 1800 << 30
+        assert quotas.of("chat").floor_size_bytes == 1 << 40
+        assert quotas.of("batch").floor_size_bytes == 0
+        assert quotas.of("anybody").ceiling.size_bytes == 200 << 30
+        assert self.config.server.metrics_listen
+
+    def test_the_room_above_the_high_watermark(self) -> None:
+        capacity = self.config.capacity
+        room = capacity.size_bytes_max * (1 - capacity.high_watermark)
+        text = (ROOT / "deploy" / "example-two-tenants.toml").read_text("utf-8")
+        assert f"{room / 2**30:.0f} GiB" in text
+        assert f"{1 - capacity.high_watermark:.0%}".replace("%", " %") in text
+
+
+class TestService:
+    """deploy/kvserve.service"""
+
+    text = (ROOT / "deploy" / "kvserve.service").read_text("utf-8")
+
+    def test_it_lets_a_server_drain(self) -> None:
+        found = re.search(r"^TimeoutStopSec=(\d+)$", self.text, re.M)
+        assert found is not None
+        assert int(found.group(1)) > ServerConfig().drain_timeout_s
+        assert f"({ServerConfig().drain_timeout_s:.0f} s)" in self.text
+
+    def test_it_may_open_as_many_files_as_the_settings_want(self) -> None:
+        found = re.search(r"^LimitNOFILE=(\d+)$", self.text, re.M)
+        assert found is not None
+        assert int(found.group(1)) > 2 * StoreConfig().open_files_max
+
+
 class TestOperations:
     """docs/operations.md"""
 
@@ -102,3 +146,19 @@ class TestOperations:
         for family in metrics.registry.collect():
             total = "_total" if family.type == "counter" else ""
             assert f"`{family.name}{total}" in self.text, family.name
+
+
+class TestDocstrings:
+    """The client's docstrings are its reference, see docs/client.md."""
+
+    @pytest.mark.parametrize("name", kvclient.__all__)
+    def test_every_public_name_has_one(self, name: str) -> None:
+        found = getattr(kvclient, name)
+        assert inspect.getdoc(found), name
+        if not inspect.isclass(found) or issubclass(found, Enum):
+            return
+        for method, value in vars(found).items():
+            if method.startswith("_") or not (callable(value) or isinstance(value, property)):
+                continue
+            if found in (Client, AsyncClient, BlockingFetch, BlockingStore):
+                assert inspect.getdoc(getattr(found, method)), f"{name}.{method}"

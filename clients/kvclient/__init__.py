@@ -16,6 +16,7 @@ from kvclient.placement import LayerMajor, Paged, Placement
 from kvclient.region import Region
 from kvclient.shared_region import SharedRegion
 from kvclient.store import StoreHandle, StoreResult
+from kvclient.tls import Tls
 from kvserve.errors import (
     DeadlineExceeded,
     HandleClosed,
@@ -77,6 +78,7 @@ __all__ = [
     "StorageUnavailable",
     "StoreHandle",
     "StoreResult",
+    "Tls",
     "TransferCancelled",
     "Verdict",
     "attention",

@@ -19,6 +19,7 @@ from kvclient.handle import HandleState
 from kvclient.planes.choice import AUTO
 from kvclient.region import Region
 from kvclient.store import StoreHandle, StoreResult
+from kvclient.tls import Tls
 from kvserve.errors import HandleClosed, KvserveError
 from kvserve.model import ChunkStatus, Descriptor
 
@@ -70,7 +71,7 @@ async def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class BlockingFetch:
-    """A posted fetch; see `FetchHandle`."""
+    """A posted fetch; see `FetchHandle`. The end of a `with` block cancels it, if it still runs."""
 
     def __init__(self, handle: FetchHandle, layer_order: Sequence[int]) -> None:
         self._handle = handle
@@ -78,14 +79,16 @@ class BlockingFetch:
 
     @property
     def state(self) -> HandleState:
+        """Where it is now: PROC, then DONE or ERR."""
         return self._handle.state
 
     @property
     def error(self) -> KvserveError | None:
+        """What ended it early; None also where chunks were misses."""
         return self._handle.error
 
     def wait_layer(self, layer_index: int) -> LayerEvent:
-        """Blocks until one layer is in the region and verified."""
+        """Blocks until one layer is in the region and verified; see `FetchHandle.layer`."""
         return _wait(self._handle.layer(layer_index))
 
     def layers(self) -> Iterator[LayerEvent]:
@@ -94,6 +97,7 @@ class BlockingFetch:
             yield self.wait_layer(layer_index)
 
     def wait(self) -> FetchResult:
+        """Blocks until the end; see `FetchHandle.wait`."""
         return _wait(self._handle.wait())
 
     def cancel(self) -> None:
@@ -113,24 +117,27 @@ class BlockingFetch:
 
 
 class BlockingStore:
-    """A posted store; see `StoreHandle`."""
+    """A posted store; see `StoreHandle`. The end of a `with` block cancels it, if it still runs."""
 
     def __init__(self, handle: StoreHandle) -> None:
         self._handle = handle
 
     @property
     def state(self) -> HandleState:
+        """Where it is now: PROC, then DONE or ERR."""
         return self._handle.state
 
     @property
     def error(self) -> KvserveError | None:
+        """What ended it early; None also where chunks were not stored."""
         return self._handle.error
 
     def needed(self) -> list[int]:
+        """The chunks to be sent, as soon as the server says; see `StoreHandle.needed`."""
         return _wait(self._handle.needed())
 
     def store_layer(self, layer_index: int) -> None:
-        """Blocks until the layer's bytes have left the region."""
+        """Blocks until the layer's bytes have left the region; see `StoreHandle.store_layer`."""
         _wait(self._handle.store_layer(layer_index))
 
     def post_layer(self, layer_index: int) -> "Future[None]":
@@ -145,6 +152,7 @@ class BlockingStore:
         _wait(self._handle.layer(layer_index))
 
     def finish(self) -> StoreResult:
+        """Publishes what is whole and blocks until the end; see `StoreHandle.finish`."""
         return _wait(self._handle.finish())
 
     def cancel(self) -> None:
@@ -173,9 +181,14 @@ class Client:
         timeout_s: float = 60.0,
         connect_timeout_s: float = 2.0,
         plane: str = AUTO,
+        tls: Tls | None = None,
     ) -> None:
         self._client = AsyncClient(
-            address, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, plane=plane
+            address,
+            timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            plane=plane,
+            tls=tls,
         )
 
     def __repr__(self) -> str:
@@ -193,17 +206,21 @@ class Client:
         self.close()
 
     def close(self) -> None:
+        """Blocks until open handles are cancelled; see `AsyncClient.close`."""
         _wait(self._client.close())
 
     @property
     def requests(self) -> Mapping[str, int]:
+        """See `AsyncClient.requests`."""
         return self._client.requests
 
     @staticmethod
     def register(buffer: Any) -> Region:
+        """A region over any contiguous buffer; see `Region`."""
         return Region(buffer)
 
     def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
+        """See `AsyncClient.server_info`."""
         return _wait(self._client.server_info(timeout_s=timeout_s))
 
     def lookup(
@@ -215,6 +232,7 @@ class Client:
         all_ranks: bool = False,
         timeout_s: float | None = None,
     ) -> Presence:
+        """See `AsyncClient.lookup`, for leases too."""
         return _wait(
             self._client.lookup(
                 descriptor,
@@ -228,17 +246,21 @@ class Client:
     def release(
         self, lease_owner: str, *, tenant: str = "default", timeout_s: float | None = None
     ) -> int:
+        """Ends an owner's leases; see `AsyncClient.release`."""
         return _wait(self._client.release(lease_owner, tenant=tenant, timeout_s=timeout_s))
 
     def pin(self, descriptor: Descriptor, *, timeout_s: float | None = None) -> list[ChunkStatus]:
+        """See `AsyncClient.pin`."""
         return _wait(self._client.pin(descriptor, timeout_s=timeout_s))
 
     def unpin(self, descriptor: Descriptor, *, timeout_s: float | None = None) -> list[ChunkStatus]:
+        """See `AsyncClient.unpin`."""
         return _wait(self._client.unpin(descriptor, timeout_s=timeout_s))
 
     def delete(
         self, descriptor: Descriptor, *, timeout_s: float | None = None
     ) -> list[ChunkStatus]:
+        """See `AsyncClient.delete`."""
         return _wait(self._client.delete(descriptor, timeout_s=timeout_s))
 
     def fetch(
@@ -249,7 +271,7 @@ class Client:
         layers: Sequence[int] = (),
         timeout_s: float | None = None,
     ) -> BlockingFetch:
-        """Posts a fetch and returns at once."""
+        """Posts a fetch and returns at once; see `AsyncClient.prepare_fetch` for `into`."""
         handle: FetchHandle = _wait(
             _call(self._client.fetch, descriptor, into, layers=layers, timeout_s=timeout_s)
         )
@@ -258,7 +280,7 @@ class Client:
     def store(
         self, descriptor: Descriptor, source: Any, *, timeout_s: float | None = None
     ) -> BlockingStore:
-        """Posts a store and returns at once."""
+        """Posts a store and returns at once; see `AsyncClient.prepare_store` for `source`."""
         handle: StoreHandle = _wait(
             _call(self._client.store, descriptor, source, timeout_s=timeout_s)
         )

@@ -7,12 +7,16 @@ program that runs a second loop, gets a new one; nothing of the old one is touch
 import asyncio
 import os
 from collections import Counter
+from contextlib import suppress
+from weakref import WeakSet
 
 import grpc
 
 from kvclient import fork_support
+from kvclient.handle import Handle, HandleState
 from kvclient.planes.choice import AUTO, PlaneChoice
-from kvserve.errors import InvalidRequest, ServerUnavailable
+from kvclient.tls import Security, Tls, advice_for_plain
+from kvserve.errors import InvalidRequest, ServerUnavailable, TransferCancelled
 from kvserve.format.messages import SERVICE
 from kvserve.frame_memory import keep_frame_memory
 from kvserve.v1 import kvserve_pb2 as pb
@@ -21,6 +25,7 @@ from kvserve.v1 import kvserve_pb2 as pb
 _MESSAGE_SIZE_BYTES_MAX = 65 << 20
 # How long a call waits for a server that did not answer the call before.
 _DOWN_WAIT_S = 0.2
+_WHY_S = 0.1
 
 OPTIONS = [
     ("grpc.max_receive_message_length", _MESSAGE_SIZE_BYTES_MAX),
@@ -82,9 +87,14 @@ class Rpcs:
 
 
 class Channel:
-    """The connection to one server."""
+    """The connection to one server, and the handles that use it.
 
-    def __init__(self, address: str, connect_timeout_s: float, plane: str = AUTO) -> None:
+    A fork watches it and not the client: a handle may outlive the client that made it.
+    """
+
+    def __init__(
+        self, address: str, connect_timeout_s: float, plane: str = AUTO, tls: Tls | None = None
+    ) -> None:
         if address.startswith("unix:"):
             is_valid = len(address) > len("unix:")
         else:
@@ -95,13 +105,16 @@ class Channel:
         if not is_valid:
             raise InvalidRequest(f"address {address!r} must be HOST:PORT, [V6]:PORT or unix:PATH")
         self.address = address
-        self.planes = PlaneChoice(plane, address)
+        self._security = None if tls is None else Security(tls, address)
+        self.planes = PlaneChoice(plane, address, security=self._security)
         self._connect_timeout_s = connect_timeout_s
         self.requests: Counter[str] = Counter()
         self._owner: tuple[int, asyncio.AbstractEventLoop] | None = None
         self._channel: grpc.aio.Channel | None = None
         self._rpcs: Rpcs | None = None
         self._is_down = False
+        self.handles: WeakSet[Handle] = WeakSet()
+        fork_support.watch(self)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
@@ -114,14 +127,18 @@ class Channel:
         Raises:
             ServerUnavailable: no connection within `connect_timeout_s`. A server that is down must
                 cost its callers less than computing the KV themselves.
+            TransferCancelled: the client was closed, or its process forked, meanwhile.
+            InvalidRequest: a file of `tls` is not what its name says.
         """
-        fork_support.check()
+        if self._security is not None:
+            await self._security.load()
         owner = (os.getpid(), asyncio.get_running_loop())
         if self._channel is None or self._rpcs is None or self._owner != owner:
+            fork_support.connecting()
             keep_frame_memory()
             self.planes.connections.close()
             self._owner = owner
-            self._channel = grpc.aio.insecure_channel(self.address, options=OPTIONS)
+            self._channel = self._new_channel()
             self._rpcs = Rpcs(self._channel)
         channel, rpcs = self._channel, self._rpcs
         if channel.get_state(try_to_connect=True) is not grpc.ChannelConnectivity.READY:
@@ -132,12 +149,55 @@ class Channel:
                     await channel.channel_ready()
             except TimeoutError:
                 self._is_down = True
+                why = await self._why_down(channel, rpcs)
                 raise ServerUnavailable(
-                    f"{self.address}: no server answers, or it is stopping (tried for {wait_s:g} s)"
+                    f"{self.address}: no server answers, or it is stopping "
+                    f"(tried for {wait_s:g} s){why}"
+                ) from None
+            except grpc.aio.UsageError:  # its word for a channel that was closed meanwhile
+                raise TransferCancelled(
+                    f"{self.address}: this client was closed while it connected"
                 ) from None
         self._is_down = False
         self.requests[rpc] += 1
         return rpcs
+
+    def _new_channel(self) -> grpc.aio.Channel:
+        if self._security is None:
+            return grpc.aio.insecure_channel(self.address, options=OPTIONS)
+        return self._security.channel(self.address, OPTIONS)
+
+    async def _why_down(self, channel: grpc.aio.Channel, rpcs: Rpcs) -> str:
+        """What gRPC says of its last try, and what to do about it.
+
+        Only a call gets that out of it, which fails at once where no try is under way.
+        """
+        if channel.get_state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            return ""
+        try:
+            await rpcs.get_server_info(pb.GetServerInfoRequest(), timeout=_WHY_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                return ""
+            details = error.details() or ""
+            advice = advice_for_plain if self._security is None else self._security.advice
+            return "".join(f": {text}" for text in (advice(details), details) if text)
+        return ""  # it is there now
+
+    def abandon(self) -> None:
+        """Lets go of a connection whose loop is closed; its handles ended with the loop."""
+        self.planes.connections.close()
+        self._channel = self._rpcs = self._owner = None
+
+    async def quiesce(self, transfers_end_s: float) -> None:
+        """Waits for open handles, cancels those that take longer, closes the connection."""
+        handles = [handle for handle in self.handles if handle.state is HandleState.PROC]
+        if handles and transfers_end_s:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(transfers_end_s):
+                    await asyncio.gather(*(handle.ended() for handle in handles))
+        await asyncio.gather(*(handle.cancel() for handle in handles))
+        await self.close()
 
     async def close(self) -> None:
         """Ends open rpcs; a later call opens a new connection."""

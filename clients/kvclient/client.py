@@ -2,23 +2,20 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
-from weakref import WeakSet
 
 from google.protobuf.message import Message
 
-from kvclient import fork_support
 from kvclient.channel import Channel, Rpcs
 from kvclient.fetch import FetchHandle
-from kvclient.handle import Handle, HandleState
 from kvclient.placement import as_placement
 from kvclient.planes.choice import AUTO
 from kvclient.region import Region
 from kvclient.status import translated
 from kvclient.store import StoreHandle
+from kvclient.tls import Tls
 from kvserve.format.messages import descriptor_to_pb, verdicts_from_pb
 from kvserve.model import ChunkStatus, Descriptor, Verdict, leading_hits, miss_counts
 from kvserve.v1 import kvserve_pb2 as pb
@@ -73,9 +70,9 @@ class AsyncClient:
 
     Reconnects by itself after a server restart. `timeout_s` is the default deadline of every call,
     connecting and queueing included; one that finds no server gives up after `connect_timeout_s`.
-    `plane` pins how payload moves: "grpc", "tcp", "shm" (fetches into a `SharedRegion`) or "nixl"
-    (fetches; needs the extra); "auto"
-    takes the best that both sides have.
+    `plane` pins how payload moves: "grpc", "tcp", "shm" (from and into a `SharedRegion`) or "nixl"
+    (fetches; needs the extra); "auto" takes the best that both sides have. `tls` for a server that
+    speaks TLS.
     """
 
     def __init__(
@@ -85,11 +82,11 @@ class AsyncClient:
         timeout_s: float = 60.0,
         connect_timeout_s: float = 2.0,
         plane: str = AUTO,
+        tls: Tls | None = None,
     ) -> None:
-        self._channel = Channel(address, connect_timeout_s, plane)
+        self._channel = Channel(address, connect_timeout_s, plane, tls)
+        self.plane = plane
         self.timeout_s = timeout_s
-        self._handles: WeakSet[Handle] = WeakSet()
-        fork_support.watch(self)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._channel.address}>"
@@ -110,22 +107,7 @@ class AsyncClient:
 
         The client may be used again: it then connects anew.
         """
-        await self.quiesce(0.0)
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The loop that the open connection belongs to; None if there is none."""
-        return self._channel.loop
-
-    async def quiesce(self, transfers_end_s: float) -> None:
-        """Waits for open handles, cancels those that take longer, closes the connection."""
-        handles = [handle for handle in self._handles if handle.state is HandleState.PROC]
-        if handles and transfers_end_s:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(transfers_end_s):
-                    await asyncio.gather(*(handle.ended() for handle in handles))
-        await asyncio.gather(*(handle.cancel() for handle in handles))
-        await self._channel.close()
+        await self._channel.quiesce(0.0)
 
     @property
     def requests(self) -> Mapping[str, int]:
@@ -138,6 +120,7 @@ class AsyncClient:
         return Region(buffer)
 
     async def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
+        """What the server is and accepts: version, planes, limits."""
         request = pb.GetServerInfoRequest()
         reply: pb.GetServerInfoReply = await self._answer(
             "GetServerInfo", lambda rpcs: rpcs.get_server_info, request, timeout_s
@@ -258,7 +241,7 @@ class AsyncClient:
             layers=layers,
             timeout_s=self._timeout(timeout_s),
         )
-        self._handles.add(handle)
+        self._channel.handles.add(handle)
         return handle
 
     def fetch(
@@ -284,7 +267,7 @@ class AsyncClient:
             as_placement(source, descriptor),
             timeout_s=self._timeout(timeout_s),
         )
-        self._handles.add(handle)
+        self._channel.handles.add(handle)
         return handle
 
     def store(
@@ -308,5 +291,5 @@ class AsyncClient:
         limit_s = self._timeout(timeout_s)
         with translated(self._channel.address, rpc, limit_s):
             async with asyncio.timeout(limit_s):
-                call = of(await self._channel.connected(rpc))
-                return await call(request)
+                # No variable: this frame is part of what a failed call raises (see `let_go`).
+                return await of(await self._channel.connected(rpc))(request)

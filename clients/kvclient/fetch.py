@@ -10,7 +10,7 @@ from kvclient.placement import Placement
 from kvclient.planes.base import FetchPlane, Unreachable
 from kvclient.planes.grpc import GrpcFetchPlane, other_reply
 from kvclient.planes.nixl import NixlFetchPlane
-from kvclient.planes.shm import ShmFetchPlane, spans_of
+from kvclient.planes.shm import ShmFetchPlane, planes_for
 from kvclient.planes.tcp import TcpFetchPlane
 from kvserve.errors import InvalidRequest, ServerFault
 from kvserve.format.messages import descriptor_to_pb, parse
@@ -23,8 +23,6 @@ from kvserve.model import (
     miss_counts,
 )
 from kvserve.v1 import kvserve_pb2 as pb
-
-_NEED_SPANS = frozenset({"shm", "nixl"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +103,12 @@ class FetchHandle(Handle):
 
     async def _transfer(self) -> None:
         choice = self._channel.planes
-        planes = choice.for_fetch(self._placement.region)
-        if not _NEED_SPANS.isdisjoint(planes):
-            try:
-                self._spans = spans_of(self._placement, self._descriptor, self._layers)
-            except InvalidRequest:
-                planes = [it for it in planes if it not in _NEED_SPANS]
-                if not planes:  # it is pinned
-                    raise
+        planes, self._spans = planes_for(
+            choice.for_region(self._placement.region),
+            self._placement,
+            self._descriptor,
+            self._layers,
+        )
         while True:  # each turn has one plane less
             try:
                 await self._fetch(await self._channel.connected("Fetch"), planes)

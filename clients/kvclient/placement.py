@@ -1,7 +1,7 @@
 """Where slices are in the caller's memory: one after another, or scattered over paged blocks."""
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from itertools import islice, pairwise
 from typing import Any, Protocol
 
 from kvclient.region import Region, as_region
@@ -59,7 +59,10 @@ class LayerMajor:
         self, layer_index: int, first_chunk: int, chunk_count: int, span: Span
     ) -> list[memoryview]:
         if layer_index not in self._offsets:
-            raise InvalidRequest(f"layer {layer_index} has no place in this region")
+            raise InvalidRequest(
+                f"layer {layer_index} has no place in this region, which is for layers "
+                f"{_listed(self._offsets)} (layers= of LayerMajor)"
+            )
         start = self._offsets[layer_index] + first_chunk * self._sizes[layer_index] + span.start
         return [self.region.view[start : start + chunk_count * span.size_bytes]]
 
@@ -114,6 +117,11 @@ class Paged:
         return found
 
 
+def _listed(layers: Iterable[int]) -> str:
+    first = [str(layer_index) for layer_index in islice(layers, 9)]
+    return ", ".join(first[:8]) + (", ..." if len(first) > 8 else "")
+
+
 def _check_blocks(blocks: list[list[int]], sizes: list[int], region_size: int) -> None:
     """Every block inside the region, no two on the same bytes."""
     ordered = sorted(
@@ -148,6 +156,7 @@ def as_placement(target: Any, descriptor: Descriptor) -> Placement:
     if region.size_bytes != descriptor.payload_size_bytes:
         raise InvalidRequest(
             f"the region has {region.size_bytes} bytes, the payload {descriptor.payload_size_bytes}"
-            ": wrong dtype or number of chunks? LayerMajor takes a part of a larger buffer"
+            ": wrong dtype or number of chunks? For some layers' memory pass LayerMajor(buffer, "
+            "descriptor, layers=[...]), for a part of a larger buffer offset_bytes=..."
         )
     return LayerMajor(region, descriptor)

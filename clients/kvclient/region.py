@@ -2,7 +2,8 @@
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from kvserve.errors import HandleClosed, InvalidRequest
 
@@ -11,8 +12,9 @@ class Region:
     """Any contiguous buffer: bytearray, mmap, numpy array, memoryview, or a torch CPU tensor.
 
     The region keeps the buffer alive and pins its address; the bytes stay the caller's, who must
-    not touch the parts that an open handle uses. `close` gives the buffer up; it refuses while a
-    handle is open on it, since late writes would land in memory with another owner.
+    not touch the parts that an open handle uses. `close`, or the end of a `with` block, gives the
+    buffer up; it refuses while a handle is open on it, since late writes would land in memory with
+    another owner.
     """
 
     def __init__(self, buffer: Any) -> None:
@@ -36,6 +38,17 @@ class Region:
     def __repr__(self) -> str:
         size = "closed" if self._view is None else f"{len(self._view)} B"
         return f"<Region {size}, {self._users} handles>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
     @property
     def view(self) -> memoryview:

@@ -1,4 +1,4 @@
-"""Regions that the server on the same host can write into: the memory of the shm plane."""
+"""Regions that the server on the same host reads and writes itself: the shm plane's memory."""
 
 import fcntl
 import mmap
@@ -13,7 +13,7 @@ class SharedRegion(Region):
     kernel clears every page here, which takes a while.
 
     Use it like any region: `region.view` is the memory, `numpy.frombuffer(region.view, ...)` or
-    `torch.frombuffer` lay an array over it. Only a server that the client's fetches go to gets it.
+    `torch.frombuffer` lay an array over it. Only a server that a transfer of it goes to gets it.
     """
 
     def __init__(self, size_bytes: int) -> None:

@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from traceback import walk_tb
 
 import grpc
 
@@ -33,6 +34,8 @@ _BY_CODE: dict[grpc.StatusCode, type[KvserveError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: MessageTooLarge,
     grpc.StatusCode.UNIMPLEMENTED: InvalidRequest,
 }
+# The packages whose frames have calls and channels in their variables.
+_HOLDERS = ("grpc", "kvclient")
 
 
 def to_error(error: grpc.aio.AioRpcError, address: str) -> KvserveError:
@@ -50,13 +53,17 @@ def to_error(error: grpc.aio.AioRpcError, address: str) -> KvserveError:
 
 @contextmanager
 def translated(address: str, what: str, timeout_s: float) -> Iterator[None]:
-    """Turns whatever ends a call into our errors.
+    """Turns whatever ends a call into our errors, which hold nothing of the call.
 
     grpc.aio raises `CancelledError` also for a call that our own side has ended, which is no
     cancellation of the task that waits for it.
     """
     try:
-        yield
+        try:
+            yield
+        except BaseException as error:
+            let_go(error)
+            raise
     except grpc.aio.AioRpcError as error:
         raise to_error(error, address) from error
     except grpc.aio.InternalError as error:
@@ -70,6 +77,27 @@ def translated(address: str, what: str, timeout_s: float) -> Iterator[None]:
         if is_cancelled():
             raise
         raise TransferCancelled(f"{address}: {what} was ended by this client") from None
+
+
+def let_go(error: BaseException) -> None:
+    """Takes gRPC's calls and channels from an error: it may be kept, they would live as long.
+
+    An error holds the frames that it came through, and these their variables. While a call or a
+    channel lives so do gRPC's threads, and no fork is safe (see `fork_support`). Only frames of
+    gRPC and of this package are emptied: what a debugger shows of the caller's stays.
+    """
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:  # each turn takes one error, none is taken twice
+        it = left.pop()
+        if it is None or id(it) in seen:
+            continue
+        seen.add(id(it))
+        left += (it.__cause__, it.__context__)
+        for frame, _ in walk_tb(it.__traceback__):
+            if str(frame.f_globals.get("__name__")).partition(".")[0] in _HOLDERS:
+                with suppress(RuntimeError):  # it still runs
+                    frame.clear()
 
 
 def is_cancelled() -> bool:

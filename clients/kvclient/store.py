@@ -12,8 +12,9 @@ from kvclient.handle import Handle, HandleState
 from kvclient.placement import Placement
 from kvclient.planes.base import StoreCall, StorePlane, Unreachable
 from kvclient.planes.grpc import GrpcStorePlane
+from kvclient.planes.shm import ShmStorePlane, planes_for
 from kvclient.planes.tcp import TcpStorePlane
-from kvclient.status import is_cancelled
+from kvclient.status import is_cancelled, let_go
 from kvserve.errors import HandleClosed, InvalidRequest, ServerFault, ServerUnavailable
 from kvserve.format.chunk_file import checksum
 from kvserve.format.frames import FrameHeader
@@ -62,6 +63,7 @@ class StoreHandle(Handle):
         self._frame_size_bytes = _FRAME_SIZE_BYTES
         self._verdicts: list[Verdict] = []
         self._plane: StorePlane | None = None
+        self._spans: Sequence[tuple[int, int]] = ()
 
     async def needed(self) -> list[int]:
         """The chunk indexes that the server does not have; only their slices are ever read."""
@@ -85,6 +87,8 @@ class StoreHandle(Handle):
                 layer_index, size, needed, frame_size_bytes=self._frame_size_bytes
             ):
                 await self._send_frame(plan, size)
+            if not await self._done_by(lambda plane: plane.settle()):
+                raise HandleClosed("the store has ended")
 
     async def layer(self, layer_index: int) -> None:
         """Waits until the server has written a layer that was sent (it is not published yet)."""
@@ -104,13 +108,18 @@ class StoreHandle(Handle):
         async with self._turn:
             if self.state is HandleState.PROC:
                 await self.needed()
-                await self._sent_by(lambda plane: plane.finish())
+                await self._done_by(lambda plane: plane.finish())
         await self._raise_end()
         return StoreResult(list(self._verdicts))
 
     async def _transfer(self) -> None:
         choice = self._channel.planes
-        planes = choice.for_store()
+        planes, self._spans = planes_for(
+            choice.for_store(self._placement.region),
+            self._placement,
+            self._descriptor,
+            self._descriptor.layer_order,
+        )
         while True:  # each turn has one plane less
             try:
                 await self._store(await self._channel.connected("Store"), planes)
@@ -157,15 +166,21 @@ class StoreHandle(Handle):
             raise ServerFault("the server takes no payload in a frame")
         if self._plane is not None:
             raise ServerFault("the server said twice what it needs")
-        plane: StorePlane = GrpcStorePlane(call)
-        if needs.HasField("data"):
-            plane = TcpStorePlane(call, self._channel.planes.connections, needs.data)
+        self._plane = plane = self._made_plane(needs, call)
         await plane.open()
-        self._plane = plane
         self._frame_size_bytes = min(_FRAME_SIZE_BYTES, needs.frame_size_bytes_max)
         self._needs = [
             index for index, found in enumerate(verdicts) if found.status is ChunkStatus.NEEDED
         ]
+
+    def _made_plane(self, needs: pb.StoreNeeds, call: StoreCall) -> StorePlane:
+        if not needs.HasField("data"):
+            return GrpcStorePlane(call)
+        connections = self._channel.planes.connections
+        if needs.plane == "tcp":
+            return TcpStorePlane(call, connections, needs.data)
+        region = self._placement.region
+        return ShmStorePlane(call, connections, needs.data, region, self._spans)
 
     async def _send_frame(self, plan: FramePlan, size: int) -> None:
         checksums = b""
@@ -179,20 +194,22 @@ class StoreHandle(Handle):
         views = self._placement.views(
             plan.layer_index, plan.first_chunk, plan.chunk_count, plan.span
         )
-        if not await self._sent_by(lambda plane: plane.send(header, views)):
+        if not await self._done_by(lambda plane: plane.send(header, views)):
             raise HandleClosed("the store has ended")
 
-    async def _sent_by(self, send: Callable[[StorePlane], Awaitable[None]]) -> bool:
-        """Whether the plane sent it; if the store has ended without an error, False."""
-        plane = self._plane  # the transfer drops it when it ends, also while this waits
-        if plane is not None:
+    async def _done_by(self, step: Callable[[StorePlane], Awaitable[None]]) -> bool:
+        """Whether the plane did it; if the store has ended without an error, False."""
+        # The transfer drops the plane when it ends, also while this waits. No variable: the plane
+        # has the call, and this frame is part of what is raised here (see `let_go`).
+        if self._plane is not None:
             try:
-                await send(plane)
+                await step(self._plane)
                 return True
             except _ENDED:
                 pass  # the server has ended the call; its status, read by the transfer, says why
-            except asyncio.CancelledError:
+            except asyncio.CancelledError as error:
                 if is_cancelled():
+                    let_go(error)
                     raise
         await self._raise_end()
         return False

@@ -2,8 +2,10 @@
 
 grpc.aio on uvloop with the server's own channel options, raw bytes, no protobuf, no file, no
 checksum: a stream of one constant frame in either direction is what grpcio can do at best.
+`ReadFiles` is the bare loop that the grpc plane is held against: each frame is read from the files.
 """
 
+import json
 import os
 import struct
 from collections.abc import AsyncIterator
@@ -12,9 +14,11 @@ from typing import Any
 import grpc
 
 from kvserve.bench.child import answer_parent, run_child
+from kvserve.bench.tcp_ceiling_server import Opening
 from kvserve.config import LimitsConfig
 from kvserve.frame_memory import keep_frame_memory
 from kvserve.rpc.server import channel_options
+from kvserve.transfer.planes.grpc import GrpcFrame
 
 SERVICE = "kvserve.bench.Ceiling"
 OPENING = struct.Struct("<QQQ")
@@ -36,12 +40,14 @@ class _Ceiling:
 
     def __init__(self) -> None:
         self._frames: dict[tuple[int, int], list[bytes]] = {}
+        self._fds: dict[str, int] = {}
 
     def handlers(self) -> grpc.GenericRpcHandler:
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
                 "Read": grpc.unary_stream_rpc_method_handler(self.read),
+                "ReadFiles": grpc.unary_stream_rpc_method_handler(self.read_files),
                 "Write": grpc.stream_stream_rpc_method_handler(self.write),
                 "Echo": grpc.unary_unary_rpc_method_handler(self.echo),
             },
@@ -55,6 +61,22 @@ class _Ceiling:
         for _ in range(layer_count):
             for frame in frames:
                 await context.write(frame)
+
+    async def read_files(self, request: bytes, context: _Context) -> None:
+        """Reads on the loop, as what is in page cache allows; files stay open to the end."""
+        opening = Opening(**json.loads(request))
+        for path in opening.paths:
+            if path not in self._fds:
+                self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fds = [self._fds[path] for path in opening.paths]
+        size = opening.slice_size_bytes
+        for offset in opening.offsets:
+            for first in range(0, opening.chunk_count, opening.slices_a_frame):
+                of_frame = fds[first : first + opening.slices_a_frame]
+                frame = GrpcFrame(b"", len(of_frame) * size)
+                for fd, at in zip(of_frame, range(0, len(frame.payload), size), strict=True):
+                    os.preadv(fd, (frame.payload[at : at + size],), offset)
+                await context.write(frame.message)
 
     async def write(self, requests: AsyncIterator[bytes], context: _Context) -> None:
         """Discards everything; one reply when the first layer is whole, one at the end."""

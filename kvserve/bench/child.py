@@ -10,7 +10,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from types import TracebackType
 from typing import Any, Self
 
@@ -44,6 +44,11 @@ class Child:
         Raises:
             ServerUnavailable: the child has ended or does not answer.
         """
+        self.tell(question)
+        return self.answer()
+
+    def tell(self, question: str) -> None:
+        """Asks without waiting for the answer; raises like `ask`."""
         stdin = self._running().stdin
         assert stdin is not None
         try:
@@ -51,14 +56,24 @@ class Child:
             stdin.flush()
         except BrokenPipeError as error:
             raise ServerUnavailable(f"{' '.join(self._command)} has ended") from error
-        return self._answer(_ANSWER_TIMEOUT_S)
+
+    def answer(self, timeout_s: float = _ANSWER_TIMEOUT_S) -> dict[str, Any]:
+        """The next answer to what was told; blocks, and raises like `ask`."""
+        stdout = self._running().stdout
+        assert stdout is not None
+        ready, _, _ = select.select([stdout], [], [], timeout_s)
+        line = stdout.readline() if ready else b""
+        if not line:
+            raise ServerUnavailable(f"{' '.join(self._command)} ended or did not answer")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
         try:
-            self.hello = self._answer(_READY_TIMEOUT_S)
+            self.hello = self.answer(_READY_TIMEOUT_S)
         except BaseException:
             self._stop()
             raise
@@ -71,16 +86,6 @@ class Child:
         traceback: TracebackType | None,
     ) -> None:
         self._stop()
-
-    def _answer(self, timeout_s: float) -> dict[str, Any]:
-        stdout = self._running().stdout
-        assert stdout is not None
-        ready, _, _ = select.select([stdout], [], [], timeout_s)
-        line = stdout.readline() if ready else b""
-        if not line:
-            raise ServerUnavailable(f"{' '.join(self._command)} ended or did not answer")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
 
     def _stop(self) -> None:
         process = self._running()
@@ -109,12 +114,23 @@ async def answer_parent(
     hello: dict[str, Any], answer: Callable[[], dict[str, Any]] | None = None
 ) -> None:
     """The child's side: says hello, answers every line, returns when the parent closes the pipe."""
+
+    async def answer_any(_: str) -> dict[str, Any]:
+        return answer() if answer is not None else {}
+
+    await answer_questions(hello, answer_any)
+
+
+async def answer_questions(
+    hello: dict[str, Any], answer: Callable[[str], Awaitable[dict[str, Any]]]
+) -> None:
+    """The same for a child that is asked different things, one after the other."""
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     _say(hello)
-    while await reader.readline():
-        _say(answer() if answer is not None else {})
+    while question := await reader.readline():
+        _say(await answer(question.decode()))
 
 
 def _say(message: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from kvserve.bench.report import (
 )
 from kvserve.bench.rounds import WARM_UPS, Case, Step, Timing, run_once, run_rounds, step_count
 from kvserve.bench.unit import WorkUnit
-from kvserve.bench.workspace import Settings, Workspace, touched
+from kvserve.bench.workspace import Settings, Workspace, touched_region
 from kvserve.errors import ServerFault
 from kvserve.store.locations import ChunkLocations
 
@@ -45,7 +45,7 @@ class FetchStream(Case):
         unit: WorkUnit,
         series: int,
         *,
-        region: memoryview | Region,
+        region: Region,
         pid: int,
     ) -> None:
         self._client = client
@@ -76,7 +76,7 @@ class FetchByLayer(Case):
         unit: WorkUnit,
         series: int,
         *,
-        region: memoryview | Region,
+        region: Region,
         pid: int,
         depth: int,
     ) -> None:
@@ -135,11 +135,12 @@ async def bench_fetch(settings: Settings, step: Step) -> TransferReport:
         await stack.enter_async_context(client)
         bare = stack.enter_context(ceiling_server())
         bare_client = await stack.enter_async_context(CeilingClient(bare))
-        region = touched(unit.size_bytes)
+        into = touched_region(unit.size_bytes, settings.plane)
+        region = into.view
         ours: list[Case] = [
-            FetchStream(client, unit, _SERIES, region=region, pid=server.pid),
-            FetchByLayer(client, unit, _SERIES, region=region, pid=server.pid, depth=1),
-            FetchByLayer(client, unit, _SERIES, region=region, pid=server.pid, depth=2),
+            FetchStream(client, unit, _SERIES, region=into, pid=server.pid),
+            FetchByLayer(client, unit, _SERIES, region=into, pid=server.pid, depth=1),
+            FetchByLayer(client, unit, _SERIES, region=into, pid=server.pid, depth=2),
         ]
         for case in ours:
             step(f"checking the bytes: {case.label}")
@@ -166,7 +167,7 @@ async def bench_fetch(settings: Settings, step: Step) -> TransferReport:
 
 async def _growth(space: Workspace, unit: WorkUnit, series: int, plane: str) -> list[ServerGrowth]:
     """Of kvserve and of the bare stream; both connections are there before memory is read."""
-    region = touched(unit.size_bytes)
+    region = touched_region(unit.size_bytes, plane)
     with space.server() as server, ceiling_server() as bare:
         async with (
             AsyncClient(server.address, plane=plane) as client,

@@ -42,6 +42,9 @@ class CeilingClient:
         self.read: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(
             f"/{SERVICE}/Read"
         )
+        self.read_files: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = (
+            self._channel.unary_stream(f"/{SERVICE}/ReadFiles")
+        )
         self.write: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(
             f"/{SERVICE}/Write"
         )

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvclient import AsyncClient
+from kvclient import AsyncClient, Region
 from kvserve.bench.child import Child, answer_parent, run_child
 from kvserve.bench.unit import WorkUnit
 from kvserve.bench.workspace import touched
@@ -31,11 +31,17 @@ def load_process(address: str, unit: WorkUnit, series: Sequence[int]) -> Child:
     return Child("kvserve.bench.load", address, *map(str, numbers))
 
 
-async def _fetch_for_ever(
-    client: AsyncClient, unit: WorkUnit, series: int, *, landed: Landed, once: asyncio.Event
+async def fetch_for_ever(
+    client: AsyncClient,
+    unit: WorkUnit,
+    series: int,
+    *,
+    region: memoryview | Region,
+    landed: Landed,
+    once: asyncio.Event,
 ) -> None:
+    """Counts what lands as it lands; `once` is set when the first fetch has ended."""
     descriptor = unit.descriptor(series)
-    region = touched(unit.size_bytes)
     while True:
         async with client.fetch(descriptor, region) as handle:
             async for _ in handle.layers():
@@ -52,7 +58,16 @@ async def _run(address: str, unit: WorkUnit, series: Sequence[int]) -> None:
     once = [asyncio.Event() for _ in series]
     async with AsyncClient(address, timeout_s=600.0) as client, asyncio.TaskGroup() as group:
         loops = [
-            group.create_task(_fetch_for_ever(client, unit, number, landed=landed, once=ended_once))
+            group.create_task(
+                fetch_for_ever(
+                    client,
+                    unit,
+                    number,
+                    region=touched(unit.size_bytes),
+                    landed=landed,
+                    once=ended_once,
+                )
+            )
             for number, ended_once in zip(series, once, strict=True)
         ]
         for ended_once in once:

@@ -1,30 +1,83 @@
 """`kvserve bench planes`: one prefix from page cache into a region, over each plane.
 
-Beside them, what a bare loop of Python does: the same reads from the same files and the same sends
-over one TCP connection, and constant bytes over the same. Without NIXL its plane is left out.
+Beside them, for each plane what a bare loop of Python does: the same reads from the same files and
+the same way to the client, and nothing else. And constant bytes over TCP. The nixl plane has no
+bare loop, and is left out where NIXL is not installed.
 """
 
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
 
 from kvclient import AsyncClient, Region, SharedRegion
 from kvclient.planes.base import PLANES
 from kvserve import nixl_agent
 from kvserve.bench.fetch import FetchByLayer, FetchStream, check_bytes
-from kvserve.bench.report import TransferReport, machine, ratio_bar, summarise
+from kvserve.bench.grpc_ceiling import CeilingClient, ceiling_server
+from kvserve.bench.grpc_files import GrpcReadFiles
+from kvserve.bench.report import (
+    Bar,
+    CaseReport,
+    TransferReport,
+    first_layer_bar,
+    machine,
+    ratio_bar,
+    summarise,
+)
 from kvserve.bench.rounds import WARM_UPS, Case, Step, run_rounds, step_count
+from kvserve.bench.shm_ceiling import ShmRead, shm_ceiling_server
 from kvserve.bench.tcp_ceiling import TcpRead, tcp_ceiling_server
+from kvserve.bench.unit import WorkUnit
 from kvserve.bench.workspace import Settings, Workspace, touched
 from kvserve.store.locations import ChunkLocations
 
 RATIO_MIN = 0.85
+FIRST_LAYER_MS_MAX = {"tcp": 3.0, "shm": 1.0}
+GEOMETRIES = {
+    "default": WorkUnit(),
+    "small": WorkUnit(256, 32, 16 << 10),
+    "large": WorkUnit(4, 32, 1 << 20),
+    "mla": WorkUnit(128, 61, 18 << 10),
+}
+"""About 128 MiB each. `mla`: DeepSeek-V3's 61 layers, 16 tokens of 576 values in bfloat16."""
 _SERIES = 0
 _MEASURED = [plane for plane in PLANES if plane != "nixl" or nixl_agent.is_installed()]
-_CASES, _OTHER_STEPS = 2 * len(_MEASURED) + 2, 2 * len(_MEASURED) + 1
+_WITH_BARE_LOOP = ("shm", "tcp", "grpc")
+_CASES, _OTHER_STEPS = 2 * len(_MEASURED) + 4, 2 * len(_MEASURED) + 1 + 3
+
+
+@dataclass(frozen=True, slots=True)
+class GeometriesReport:
+    """The same for several units, by their name in `GEOMETRIES`."""
+
+    benchmark: str
+    geometries: dict[str, TransferReport]
+
+    @property
+    def bars(self) -> list[Bar]:
+        return [bar for report in self.geometries.values() for bar in report.bars]
+
+    def to_json(self) -> dict[str, Any]:
+        reports = {name: report.to_json() for name, report in self.geometries.items()}
+        return {"benchmark": self.benchmark, "geometries": reports}
 
 
 def steps(settings: Settings) -> int:
     """How often `bench_planes` calls `step`."""
     return _OTHER_STEPS + step_count(_CASES, repeats=settings.repeats, warm_ups=WARM_UPS)
+
+
+async def bench_geometries(settings: dict[str, Settings], step: Step) -> GeometriesReport:
+    """One after the other."""
+    reports: dict[str, TransferReport] = {}
+
+    def step_of_one(what: str) -> None:
+        step(f"{name}: {what}")
+
+    for name, of_one in settings.items():
+        reports[name] = await bench_planes(of_one, step_of_one)
+    return GeometriesReport("planes", reports)
 
 
 async def bench_planes(settings: Settings, step: Step) -> TransferReport:
@@ -35,29 +88,17 @@ async def bench_planes(settings: Settings, step: Step) -> TransferReport:
         facts = machine(space.directory)
         step("storing the chunks")
         await space.store_series([(unit, _SERIES)])
-        settings_of_nixl = ("server.nixl=true",) if "nixl" in _MEASURED else ()
-        server = stack.enter_context(space.server(settings_of_nixl))
         region = touched(unit.size_bytes)
         shared = SharedRegion(unit.size_bytes)
         shared.view[:] = region
-        whole: list[Case] = []
-        by_layer: list[Case] = []
-        for plane in _MEASURED:
-            client = await stack.enter_async_context(AsyncClient(server.address, plane=plane))
-            into = shared if plane == "shm" else Region(region)
-            stream = FetchStream(client, unit, _SERIES, region=into, pid=server.pid)
-            layers = FetchByLayer(client, unit, _SERIES, region=into, pid=server.pid, depth=1)
-            for case in (stream, layers):
-                case.name = f"{case.name}_{plane}"
-                case.label = case.label.replace("kvserve", f"kvserve {plane}", 1)
-                step(f"checking the bytes: {case.label}")
-                await check_bytes(case, unit, into.view)
-            whole.append(stream)
-            by_layer.append(layers)
-        files = ChunkLocations(str(space.chunks), unit.descriptor(_SERIES))
-        bare = stack.enter_context(tcp_ceiling_server())
-        ceilings = [stack.enter_context(TcpRead(bare, unit, region, of)) for of in (files, None)]
-        cases = [*whole, *by_layer, *ceilings]
+        ours = await _planes(stack, space, unit, Region(region), shared)
+        bare = await _bare_loops(stack, space, unit, region, shared)
+        for case in (*ours, *bare):
+            step(f"checking the bytes: {case.label}")
+            is_shared = case.name.endswith("_shm") or case.name.startswith("shm_")
+            await check_bytes(case, unit, shared.view if is_shared else region)
+        constant = stack.enter_context(tcp_ceiling_server())
+        cases = [*ours, *bare, stack.enter_context(TcpRead(constant, unit, region, None))]
         samples = await run_rounds(cases, repeats=settings.repeats, warm_ups=WARM_UPS, step=step)
     rows = summarise(cases, samples, unit.size_bytes)
     return TransferReport(
@@ -67,6 +108,63 @@ async def bench_planes(settings: Settings, step: Step) -> TransferReport:
         machine=facts,
         cases=rows,
         server_growth=[],
-        verified_cases=[case.name for case in (*whole, *by_layer)],
-        bars=[ratio_bar(rows, "kvserve_stream_tcp", "tcp_files", RATIO_MIN)],
+        verified_cases=[case.name for case in (*ours, *bare)],
+        bars=_bars(rows),
     )
+
+
+async def _planes(
+    stack: AsyncExitStack,
+    space: Workspace,
+    unit: WorkUnit,
+    region: Region,
+    shared: SharedRegion,
+) -> Sequence[Case]:
+    """With one request over each plane, then layer by layer."""
+    settings = ("server.nixl=true",) if "nixl" in _MEASURED else ()
+    server = stack.enter_context(space.server(settings))
+    whole: list[Case] = []
+    by_layer: list[Case] = []
+    for plane in _MEASURED:
+        client = await stack.enter_async_context(AsyncClient(server.address, plane=plane))
+        into = shared if plane == "shm" else region
+        stream = FetchStream(client, unit, _SERIES, region=into, pid=server.pid)
+        stream.name, stream.label = f"{stream.name}_{plane}", f"kvserve {plane}, 1 request"
+        layers = FetchByLayer(client, unit, _SERIES, region=into, pid=server.pid, depth=1)
+        layers.name, layers.label = f"{layers.name}_{plane}", f"kvserve {plane}, by layer"
+        whole.append(stream)
+        by_layer.append(layers)
+    return [*whole, *by_layer]
+
+
+async def _bare_loops(
+    stack: AsyncExitStack,
+    space: Workspace,
+    unit: WorkUnit,
+    region: memoryview,
+    shared: SharedRegion,
+) -> Sequence[Case]:
+    """One for each plane, over the same files: `shm_files`, `tcp_files`, `grpc_files`."""
+    files = ChunkLocations(str(space.chunks), unit.descriptor(_SERIES))
+    over_shm = stack.enter_context(shm_ceiling_server())
+    over_tcp = stack.enter_context(tcp_ceiling_server())
+    over_grpc = await stack.enter_async_context(
+        CeilingClient(stack.enter_context(ceiling_server()))
+    )
+    return [
+        stack.enter_context(ShmRead(over_shm, unit, shared, files)),
+        stack.enter_context(TcpRead(over_tcp, unit, region, files)),
+        GrpcReadFiles(over_grpc, unit, region, files),
+    ]
+
+
+def _bars(rows: Sequence[CaseReport]) -> list[Bar]:
+    """Each plane against its own bare loop."""
+    speeds = [
+        ratio_bar(rows, f"kvserve_stream_{it}", f"{it}_files", RATIO_MIN) for it in _WITH_BARE_LOOP
+    ]
+    first = [
+        first_layer_bar(rows, f"kvserve_stream_{plane}", f"{plane}_files", ms_max)
+        for plane, ms_max in FIRST_LAYER_MS_MAX.items()
+    ]
+    return [*speeds, *first]

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from math import floor, log10
 from xml.sax.saxutils import escape
 
+from kvserve.bench.concurrency import ConcurrencyReport
 from kvserve.bench.lookup import LookupReport
 from kvserve.bench.metadata import MetadataReport
+from kvserve.bench.planes import GeometriesReport
+from kvserve.bench.readplan import OURS, ReadReport
 from kvserve.bench.report import TransferReport, mib
 
 _ROW_PX, _BAR_PX = 34, 18
@@ -73,6 +76,44 @@ def transfer_chart(report: TransferReport) -> Chart:
     )
 
 
+def geometries_chart(report: GeometriesReport) -> Chart:
+    """Whole prefixes only: the rows of a request for each layer are left to the table."""
+    repeats = next(iter(report.geometries.values())).repeats
+    return Chart(
+        title=f"kvserve {report.benchmark}: slices of {_slices(report)}",
+        axis="GB/s (10⁹ bytes a second), more is better",
+        legend=f"bar: median of {repeats}; tick: best",
+        rows=[
+            Row(
+                f"{name}: {case.label}",
+                case.gb_per_s_median,
+                case.gb_per_s_best,
+                not case.is_ceiling,
+            )
+            for name, of_one in report.geometries.items()
+            for case in of_one.cases
+            if "by_layer" not in case.name
+        ],
+    )
+
+
+def _slices(report: GeometriesReport) -> str:
+    units = [of_one.unit for of_one in report.geometries.values()]
+    return ", ".join(f"{unit.slice_size_bytes / 1024:g} KiB" for unit in units)
+
+
+def concurrency_chart(report: ConcurrencyReport) -> Chart:
+    return Chart(
+        title=f"kvserve under many clients, {mib(report.unit.size_bytes)} a fetch",
+        axis="GB/s of all clients together (10⁹ bytes a second), more is better",
+        legend=f"bar: median of {report.repeats}; tick: best",
+        rows=[
+            Row(row.label, row.gb_per_s_median, row.gb_per_s_best, not row.is_ceiling)
+            for row in report.rows
+        ],
+    )
+
+
 def lookup_chart(report: LookupReport) -> Chart:
     load = report.load
     return Chart(
@@ -96,6 +137,25 @@ def metadata_chart(report: MetadataReport) -> Chart:
         rows=[
             Row(row.label, row.p50_ms, row.p99_ms, row.name.startswith("known"))
             for row in latencies
+        ],
+    )
+
+
+def readplan_chart(report: ReadReport) -> Chart:
+    unit = report.settings.unit
+    return Chart(
+        title=f"kvserve cold reads: {unit.chunk_count} chunks x {unit.layer_count} layers "
+        f"x {unit.slice_size_bytes / 1024:g} KiB, by the latency of a read",
+        axis="milliseconds, less is better",
+        legend="bar: total; tick: the first layer of all chunks",
+        rows=[
+            Row(
+                f"{it.latency_ms:g} ms: {it.plan}",
+                it.total_median_ms,
+                it.first_layer_median_ms,
+                it.plan == OURS,
+            )
+            for it in report.times
         ],
     )
 

@@ -148,6 +148,18 @@ def ratio_bar(cases: Sequence[CaseReport], name: str, ceiling: str, ratio_min: f
     return Bar(f"{name} speed", figure, ratio >= ratio_min)
 
 
+def first_layer_bar(cases: Sequence[CaseReport], name: str, ceiling: str, ms_max: float) -> Bar:
+    """Passed if the first layer was whole within `ms_max` or twice the ceiling's time."""
+    took_ms = next(case.first_layer_ms_median for case in cases if case.name == name)
+    against = next(case for case in cases if case.name == ceiling)
+    twice_ms = 2 * against.first_layer_ms_median
+    figure = (
+        f"{took_ms:.2f} ms, at most {ms_max:.2f} ms or {twice_ms:.2f} ms, "
+        f"twice that of {against.label}"
+    )
+    return Bar(f"{name} first layer", figure, took_ms <= max(ms_max, twice_ms))
+
+
 def growth_bar(growth: Sequence[ServerGrowth], name: str, rise_max_bytes: int) -> Bar:
     """Passed if the larger payload cost the server at most `rise_max_bytes` more than the smaller.
 

@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 from time import perf_counter
 
-from kvclient import AsyncClient, Descriptor, StoreHandle
+from kvclient import AsyncClient, Descriptor, Region, StoreHandle
 from kvserve.bench.ceilings import Memcpy, PageCacheWrite
 from kvserve.bench.grpc_ceiling import CeilingClient, GrpcWrite, ceiling_server
 from kvserve.bench.probe import PAYLOAD_FACTOR, rise_max_bytes, server_growth
@@ -23,7 +23,7 @@ from kvserve.bench.report import (
 )
 from kvserve.bench.rounds import WARM_UPS, Case, Step, Timing, run_rounds, step_count
 from kvserve.bench.unit import WorkUnit
-from kvserve.bench.workspace import Settings, Workspace, empty_files, touched
+from kvserve.bench.workspace import Settings, Workspace, empty_files, touched, touched_region
 from kvserve.errors import ServerFault
 from kvserve.format.chunk_file import ChunkGeometry
 
@@ -41,7 +41,7 @@ class StoreStream(Case):
     requests = 1
 
     def __init__(
-        self, client: AsyncClient, unit: WorkUnit, *, source: memoryview, pid: int, root: Path
+        self, client: AsyncClient, unit: WorkUnit, *, source: Region, pid: int, root: Path
     ) -> None:
         self._root = root
         self._client = client
@@ -100,9 +100,10 @@ async def bench_store(settings: Settings, step: Step) -> TransferReport:
         await stack.enter_async_context(client)
         bare = stack.enter_context(ceiling_server())
         bare_client = await stack.enter_async_context(CeilingClient(bare))
-        source = touched(unit.size_bytes)
+        region = touched_region(unit.size_bytes, settings.plane)
+        source = region.view
         unit.fill(source, _BYTES_SERIES)
-        ours = StoreStream(client, unit, source=source, pid=server.pid, root=space.chunks)
+        ours = StoreStream(client, unit, source=region, pid=server.pid, root=space.chunks)
         step("checking the bytes")
         await _check_bytes(ours, client, unit)
         geometry = ChunkGeometry(ours.descriptor.key(0))
@@ -131,7 +132,7 @@ async def bench_store(settings: Settings, step: Step) -> TransferReport:
 
 async def _growth(space: Workspace, unit: WorkUnit, plane: str) -> list[ServerGrowth]:
     """Of kvserve and of the bare stream; both connections are there before memory is read."""
-    source = touched(unit.size_bytes)
+    source = touched_region(unit.size_bytes, plane)
     with space.server() as server, ceiling_server() as bare:
         async with (
             AsyncClient(server.address, plane=plane) as client,
@@ -149,10 +150,10 @@ async def _check_bytes(case: StoreStream, client: AsyncClient, unit: WorkUnit) -
     await case.prepare()
     await case.run()
     try:
-        region = touched(unit.size_bytes)
+        region = touched_region(unit.size_bytes, client.plane)
         async with client.fetch(case.descriptor, region) as handle:
             await handle.wait()
-        wrong = unit.first_wrong_layer(region, _BYTES_SERIES)
+        wrong = unit.first_wrong_layer(region.view, _BYTES_SERIES)
         if wrong is not None:
             raise ServerFault(f"layer {wrong} is not what was stored")
     finally:

@@ -6,8 +6,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from kvserve.bench.concurrency import ConcurrencyReport
 from kvserve.bench.lookup import LookupReport
 from kvserve.bench.metadata import MetadataReport
+from kvserve.bench.planes import GeometriesReport
 from kvserve.bench.report import Bar, CaseReport, ProcessReport, TransferReport, mib
 
 
@@ -28,6 +30,12 @@ def print_transfer(console: Console, report: TransferReport) -> None:
         )
     console.print(f"bytes checked against the source: {', '.join(report.verified_cases)}")
     _print_bars(console, report.bars)
+
+
+def print_geometries(console: Console, report: GeometriesReport) -> None:
+    for name, of_one in report.geometries.items():
+        console.print(f"geometry {name}", style="bold")
+        print_transfer(console, of_one)
 
 
 def print_lookup(console: Console, report: LookupReport) -> None:
@@ -73,6 +81,37 @@ def print_metadata(console: Console, report: MetadataReport) -> None:
             f"{size.directory_entries_max:,}",
         )
     console.print(table)
+    _print_bars(console, report.bars)
+
+
+def print_concurrency(console: Console, report: ConcurrencyReport) -> None:
+    unit = report.unit
+    console.print(
+        f"concurrency: {unit.chunk_count} chunks x {unit.layer_count} layers x "
+        f"{unit.slice_size_bytes} bytes = {mib(unit.size_bytes)} a fetch, clients in "
+        f"{report.processes} processes, {report.seconds:g} s each, {report.repeats} rounds",
+        style="bold",
+    )
+    _print_machine(console, report.machine)
+    table = _table(
+        "",
+        *("GB/s\nmedian", "\nbest", "of\npeak", "slowest of\nfastest"),
+        *("cores busy\nserver", "\nclients", "peak\nMiB", "of fewest\nworkers"),
+    )
+    for row in report.rows:
+        speeds = (row.gb_per_s_median, row.gb_per_s_best, row.of_peak, row.slowest_of_fastest)
+        table.add_row(
+            row.label,
+            *(f"{value:.2f}" for value in speeds),
+            f"{row.server_cores:.2f}",
+            f"{row.client_cores:.2f}",
+            f"{row.server_peak_bytes / (1 << 20):.0f}",
+            f"{row.of_fewest_workers:.2f}",
+            style="dim" if row.is_ceiling else "",
+        )
+    console.print(table)
+    for line in report.scaling:
+        console.print(line)
     _print_bars(console, report.bars)
 
 

@@ -19,6 +19,18 @@ def tcp_ceiling_server() -> Child:
     return Child("kvserve.bench.tcp_ceiling_server")
 
 
+def opening_for(unit: WorkUnit, files: ChunkLocations | None) -> Opening:
+    """What a bare loop is to read, in frames of kvserve's size; without files, constant bytes."""
+    offsets = [0] * unit.layer_count if files is None else list(files.geometry.slice_offsets)
+    return Opening(
+        chunk_count=unit.chunk_count,
+        slice_size_bytes=unit.slice_size_bytes,
+        slices_a_frame=frame_size_bytes(unit) // unit.slice_size_bytes or 1,
+        offsets=offsets,
+        paths=[] if files is None else list(files.paths),
+    )
+
+
 class TcpRead(Case):
     """Server to client over one blocking connection: from files, or constant bytes without them."""
 
@@ -33,15 +45,7 @@ class TcpRead(Case):
         self._layer_size_bytes = unit.layer_size_bytes
         self._region = region
         self._frame_size_bytes = frame_size_bytes(unit)
-        self._opening = Opening(
-            chunk_count=unit.chunk_count,
-            slice_size_bytes=unit.slice_size_bytes,
-            slices_a_frame=self._frame_size_bytes // unit.slice_size_bytes or 1,
-            offsets=(
-                [0] * unit.layer_count if files is None else list(files.geometry.slice_offsets)
-            ),
-            paths=[] if files is None else list(files.paths),
-        ).encode()
+        self._opening = opening_for(unit, files).encode()
         self._socket = socket.create_connection(("127.0.0.1", int(server.hello["port"])))
 
     async def run(self) -> Timing:
@@ -51,7 +55,9 @@ class TcpRead(Case):
         left = self._region
         first_layer_ends = len(left) - self._layer_size_bytes
         while left:
-            got = self._socket.recv_into(left, self._frame_size_bytes, socket.MSG_WAITALL)
+            got = self._socket.recv_into(
+                left, min(self._frame_size_bytes, len(left)), socket.MSG_WAITALL
+            )
             if not got:
                 raise ServerFault("the bare TCP server has ended")
             left = left[got:]

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvclient import AsyncClient
+from kvclient import AsyncClient, Region, SharedRegion
 from kvclient.planes.choice import AUTO
 from kvserve.bench.unit import WorkUnit
 from kvserve.errors import ServerFault
@@ -85,3 +85,12 @@ def empty_files(directory: Path) -> None:
 def touched(size_bytes: int) -> memoryview:
     """Memory that has been written once: on a virtual machine the first touch is the slow one."""
     return memoryview(bytearray(b"\xff") * size_bytes)
+
+
+def touched_region(size_bytes: int, plane: str) -> Region:
+    """The same, as a region that the plane can use."""
+    if plane != "shm":
+        return Region(touched(size_bytes))
+    region = SharedRegion(size_bytes)
+    region.view[:] = b"\xff" * size_bytes
+    return region

@@ -15,28 +15,47 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 
 from kvclient.planes.base import PLANES
 from kvclient.planes.choice import AUTO
+from kvserve.bench.concurrency import UNIT as CROWD_UNIT
+from kvserve.bench.concurrency import ConcurrencyReport, ConcurrencySettings, bench_concurrency
+from kvserve.bench.concurrency import steps as concurrency_steps
 from kvserve.bench.fetch import bench_fetch
 from kvserve.bench.fetch import steps as fetch_steps
 from kvserve.bench.lookup import LookupReport, LookupSettings, bench_lookup
 from kvserve.bench.lookup import steps as lookup_steps
 from kvserve.bench.metadata import MetadataReport, MetadataSettings, bench_metadata
 from kvserve.bench.metadata import steps as metadata_steps
-from kvserve.bench.planes import bench_planes
+from kvserve.bench.planes import GEOMETRIES, GeometriesReport, bench_geometries, bench_planes
 from kvserve.bench.planes import steps as planes_steps
-from kvserve.bench.plot import Chart, lookup_chart, metadata_chart, render_svg, transfer_chart
+from kvserve.bench.plot import (
+    Chart,
+    concurrency_chart,
+    geometries_chart,
+    lookup_chart,
+    metadata_chart,
+    render_svg,
+    transfer_chart,
+)
 from kvserve.bench.report import TransferReport
 from kvserve.bench.rounds import Step
 from kvserve.bench.store import bench_store
 from kvserve.bench.store import steps as store_steps
-from kvserve.bench.tables import print_lookup, print_metadata, print_transfer
+from kvserve.bench.tables import (
+    print_concurrency,
+    print_geometries,
+    print_lookup,
+    print_metadata,
+    print_transfer,
+)
 from kvserve.bench.unit import WorkUnit
 from kvserve.bench.workspace import Settings
 from kvserve.errors import InvalidRequest
 
 bench = typer.Typer(help="Measure speed against ceilings taken in the same run.")
 
-_Report = TransferReport | LookupReport | MetadataReport
-_T = TypeVar("_T", TransferReport, LookupReport, MetadataReport)
+_Report = TransferReport | GeometriesReport | ConcurrencyReport | LookupReport | MetadataReport
+_T = TypeVar(
+    "_T", TransferReport, GeometriesReport, ConcurrencyReport, LookupReport, MetadataReport
+)
 
 _Chunks = Annotated[int, typer.Option(min=1, max=512, help="Chunks of the prefix.")]
 _Layers = Annotated[int, typer.Option(min=1, max=1024, help="Layers of the model.")]
@@ -48,7 +67,7 @@ _Root = Annotated[
     Path | None,
     typer.Option(help="Directory on the file system to measure; default: the temp directory."),
 ]
-_Plane = Annotated[str, typer.Option(help="How payload moves: auto, tcp or grpc.")]
+_Plane = Annotated[str, typer.Option(help="How payload moves: auto, shm, tcp or grpc.")]
 _Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 _Output = Annotated[Path | None, typer.Option(help="Write the JSON to this file.")]
 _Plot = Annotated[Path | None, typer.Option(help="Write a bar chart to this SVG file.")]
@@ -57,6 +76,8 @@ _Check = Annotated[bool, typer.Option("--check", help="Exit status 1 if a bar is
 _UNIT = WorkUnit()
 _REPEATS = 9
 _LOOKUPS = 1000
+_CLIENTS = [1, 4, 16, 64]
+_WORKERS = [1]
 _COUNTS = [10_000, 100_000, 1_000_000]
 _Lookups = Annotated[int, typer.Option(min=1, max=1_000_000, help="Lookups in each phase.")]
 
@@ -111,6 +132,10 @@ def planes(
     chunks: _Chunks = _UNIT.chunk_count,
     layers: _Layers = _UNIT.layer_count,
     slice_bytes: _SliceBytes = _UNIT.slice_size_bytes,
+    geometry: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{', '.join(GEOMETRIES)}, or all, in place of the three; repeatable."),
+    ] = None,
     repeats: _Repeats = _REPEATS,
     root: _Root = None,
     as_json: _Json = False,
@@ -118,10 +143,56 @@ def planes(
     plot: _Plot = None,
     check: _Check = False,
 ) -> None:
-    """Fetch one prefix over each plane: beside a bare loop of reads and sends over TCP."""
-    settings = Settings(WorkUnit(chunks, layers, slice_bytes), repeats, _checked(root))
+    """Fetch one prefix over each plane: beside a bare loop of reads and sends for each of them."""
     ending = _Ending(as_json, output, plot, check)
-    ending.finish(_run("planes", planes_steps(settings), lambda step: bench_planes(settings, step)))
+    if not geometry:
+        one = Settings(WorkUnit(chunks, layers, slice_bytes), repeats, _checked(root))
+        ending.finish(_run("planes", planes_steps(one), lambda step: bench_planes(one, step)))
+        return
+    names = [*GEOMETRIES] if "all" in geometry else [*dict.fromkeys(geometry)]
+    for name in names:
+        if name not in GEOMETRIES:
+            raise InvalidRequest(f"--geometry {name} must be all, {' or '.join(GEOMETRIES)}")
+    several = {name: Settings(GEOMETRIES[name], repeats, _checked(root)) for name in names}
+    count = sum(map(planes_steps, several.values()))
+    ending.finish(_run("planes", count, lambda step: bench_geometries(several, step)))
+
+
+@bench.command()
+def concurrency(
+    chunks: _Chunks = CROWD_UNIT.chunk_count,
+    layers: _Layers = CROWD_UNIT.layer_count,
+    slice_bytes: _SliceBytes = CROWD_UNIT.slice_size_bytes,
+    clients: Annotated[
+        list[int], typer.Option(min=1, max=256, help="Clients at once; again for another number.")
+    ] = _CLIENTS,
+    workers: Annotated[
+        list[int], typer.Option(min=1, max=16, help="As of serve; again for another server.")
+    ] = _WORKERS,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, max=60, help="How long each is measured, in each round.")
+    ] = 2.0,
+    repeats: _Repeats = 2,
+    root: _Root = None,
+    as_json: _Json = False,
+    output: _Output = None,
+    plot: _Plot = None,
+    check: _Check = False,
+) -> None:
+    """Fetch with more and more clients at once, over each plane: beside a bare loop over TCP."""
+    settings = ConcurrencySettings(
+        Settings(WorkUnit(chunks, layers, slice_bytes), repeats, _checked(root)),
+        tuple(sorted(set(clients))),
+        tuple(sorted(set(workers))),
+        seconds,
+    )
+    ending = _Ending(as_json, output, plot, check)
+    work = _run(
+        "concurrency",
+        concurrency_steps(settings),
+        lambda step: bench_concurrency(settings, step),
+    )
+    ending.finish(work)
 
 
 @bench.command()
@@ -190,6 +261,10 @@ class _Ending:
             print_lookup(console, report)
         elif isinstance(report, MetadataReport):
             print_metadata(console, report)
+        elif isinstance(report, ConcurrencyReport):
+            print_concurrency(console, report)
+        elif isinstance(report, GeometriesReport):
+            print_geometries(console, report)
         else:
             print_transfer(console, report)
         if self.check and not all(bar.passed for bar in report.bars):
@@ -237,7 +312,7 @@ def _checked(root: Path | None) -> Path | None:
 
 def _known(plane: str) -> str:
     if plane not in (AUTO, *PLANES):
-        raise InvalidRequest(f"--plane {plane} must be {AUTO}, {' or '.join(PLANES)}")
+        raise InvalidRequest(f"--plane {plane} must be one of {', '.join((AUTO, *PLANES))}")
     return plane
 
 
@@ -246,4 +321,8 @@ def _chart(report: _Report) -> Chart:
         return lookup_chart(report)
     if isinstance(report, MetadataReport):
         return metadata_chart(report)
+    if isinstance(report, ConcurrencyReport):
+        return concurrency_chart(report)
+    if isinstance(report, GeometriesReport):
+        return geometries_chart(report)
     return transfer_chart(report)

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -23,8 +23,10 @@ from kvserve.care.order import InOrder
 from kvserve.care.tally import Finding, Kind
 from kvserve.care.usage import DiskUse, Usage, usage_blocking
 from kvserve.config import StoreConfig
-from kvserve.errors import InvalidRequest, KvserveError
+from kvserve.errors import InvalidRequest, KvserveError, StorageUnavailable
 from kvserve.fs import PosixFileSystem
+from kvserve.fs.lfs import OstSpace
+from kvserve.fs.lustre import LustreFileSystem
 from kvserve.model import ModelIdentity
 from kvserve.store.paths import SERVERS_DIR
 
@@ -100,10 +102,13 @@ def du(
                 so_far = usage.chunks()
                 text = f"{so_far.files:,} chunks, {decimal(so_far.size_bytes)}"
                 bar.update(task, description=text)
+    targets = _targets(root)
     if as_json:
-        typer.echo(json.dumps(_usage_json(root, usage)))
+        shown = [asdict(target) for target in targets]
+        typer.echo(json.dumps(_usage_json(root, usage) | {"targets": shown}))
     else:
         _show_usage(root, usage)
+        _show_targets(targets)
 
 
 def ls(
@@ -292,6 +297,29 @@ def _show_usage(root: Path, usage: Usage) -> None:
     console.print(table)
     if usage.unknown or usage.unreadable:
         console.print(f"{usage.unknown} not kvserve's, {usage.unreadable} unreadable: see fsck")
+
+
+def _targets(root: Path) -> list[OstSpace]:
+    """The storage targets of a Lustre file system; none on others."""
+    if PosixFileSystem().kind(str(root)) != "lustre":
+        return []
+    try:
+        return LustreFileSystem().space_blocking(str(root))
+    except StorageUnavailable as error:
+        errors.print(f"kvserve: no space by storage target: {error}", style="yellow", markup=False)
+        return []
+
+
+def _show_targets(targets: Sequence[OstSpace]) -> None:
+    if not targets:
+        return
+    table = Table("target", "uuid", "states", box=None)
+    for name in ("used", "available", "full"):
+        table.add_column(name, justify="right")
+    for it in targets:
+        sizes = decimal(it.used_bytes), decimal(it.available_bytes)
+        table.add_row(it.name, it.uuid, it.states, *sizes, f"{100 * it.used_share:.0f} %")
+    console.print(table)
 
 
 def _columns(amount: DiskUse) -> tuple[str, str, str]:

@@ -51,7 +51,8 @@ def evict(
     options = EvictOptions(tenant, seconds(older_than or "0s"), dry_run)
     result = EvictionResult()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=errors, disable=as_json) as bar:
+    shown = errors.is_terminal and not as_json
+    with Progress(*columns, console=errors, transient=True, disable=not shown) as bar:
         task = bar.add_task("evict", total=None)
         for result in evict_blocking(
             PosixFileSystem(), str(root.resolve()), options, owner_lease_s=owner_lease_s

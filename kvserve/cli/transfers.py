@@ -20,29 +20,30 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from kvclient import ChunkStatus, Client, Descriptor, InvalidRequest, Verdict
+from kvclient import ChunkStatus, Descriptor, InvalidRequest, Verdict
+from kvserve.cli.connection import Server, talks_to_server
 from kvserve.cli.descriptor_file import read_descriptor
 
-_Server = Annotated[str, typer.Option("--server", help="Address of the server.")]
 _DescriptorFile = Annotated[Path, typer.Argument(help="JSON file; docs/command_line.md has one.")]
 _Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 _Timeout = Annotated[float, typer.Option("--timeout-s", help="Deadline of the whole command.")]
-_DEFAULT_SERVER = "127.0.0.1:7411"
 
 console = Console(highlight=False, soft_wrap=True)
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
+@talks_to_server
 def put(
     descriptor_file: _DescriptorFile,
     payload: Annotated[Path, typer.Argument(help=r"KV bytes, laid out \[layer]\[chunk].")],
-    server: _Server = _DEFAULT_SERVER,
     timeout_s: _Timeout = 600.0,
     as_json: _Json = False,
+    *,
+    server: Server,
 ) -> None:
     """Store the KV in a file, layer by layer. Exit status 1 if a chunk was not stored."""
     descriptor = read_descriptor(descriptor_file)
-    with payload.open("rb") as file, Client(server, timeout_s=timeout_s) as client:
+    with payload.open("rb") as file, server.client(timeout_s) as client:
         if payload.stat().st_size != descriptor.payload_size_bytes:
             raise InvalidRequest(
                 f"{payload} has {payload.stat().st_size} bytes; {descriptor.chunk_count} chunks "
@@ -54,27 +55,30 @@ def put(
             _progress("put", descriptor, as_json) as advance,
             client.store(descriptor, region) as handle,
         ):
+            needed = len(handle.needed())
             for layer_index in descriptor.layer_order:
                 handle.store_layer(layer_index)
-                advance(layer_index)
+                advance(layer_index, needed)
             result = handle.finish()
     _report("put", descriptor, result.verdicts, time.perf_counter() - started, as_json)
     if not result.is_whole:
         raise typer.Exit(1)
 
 
+@talks_to_server
 def get(
     descriptor_file: _DescriptorFile,
     output: Annotated[Path, typer.Argument(help=r"File to write, laid out \[layer]\[chunk].")],
-    server: _Server = _DEFAULT_SERVER,
     timeout_s: _Timeout = 600.0,
     as_json: _Json = False,
+    *,
+    server: Server,
 ) -> None:
     """Fetch KV into a file. It is written only if every chunk arrived; else exit status 1."""
     descriptor = read_descriptor(descriptor_file)
     temp = output.with_name(f".{output.name}.part")
     try:
-        with temp.open("w+b") as file, Client(server, timeout_s=timeout_s) as client:
+        with temp.open("w+b") as file, server.client(timeout_s) as client:
             file.truncate(descriptor.payload_size_bytes)
             region = mmap.mmap(file.fileno(), descriptor.payload_size_bytes)
             started = time.perf_counter()
@@ -83,7 +87,7 @@ def get(
                 client.fetch(descriptor, region) as handle,
             ):
                 for event in handle.layers():
-                    advance(event.layer_index)
+                    advance(event.layer_index, descriptor.chunk_count - len(event.missing))
                 result = handle.wait()
         if result.is_whole:
             temp.replace(output)
@@ -95,21 +99,23 @@ def get(
         raise typer.Exit(1)
 
 
+@talks_to_server
 def lookup(
     descriptor_file: _DescriptorFile,
-    server: _Server = _DEFAULT_SERVER,
     timeout_s: _Timeout = 30.0,
     lease_owner: Annotated[
         str, typer.Option(help="Lease the hits to this request: they are not evicted meanwhile.")
     ] = "",
     lease_ttl_s: Annotated[float, typer.Option(help="For at most so long.")] = 60.0,
     as_json: _Json = False,
+    *,
+    server: Server,
 ) -> None:
     """Which chunks of a descriptor are stored, and why not."""
     descriptor = read_descriptor(descriptor_file)
     lease_ttl_s = lease_ttl_s if lease_owner else 0.0
     started = time.perf_counter()
-    with Client(server, timeout_s=timeout_s) as client:
+    with server.client(timeout_s) as client:
         presence = client.lookup(descriptor, lease_owner=lease_owner, lease_ttl_s=lease_ttl_s)
     took_s = time.perf_counter() - started
     extra = {"prefix_chunks": presence.prefix_chunks}
@@ -118,31 +124,37 @@ def lookup(
     _report("lookup", descriptor, presence.verdicts, took_s, as_json, extra)
 
 
+@talks_to_server
 def delete(
     descriptor_file: _DescriptorFile,
-    server: _Server = _DEFAULT_SERVER,
     timeout_s: _Timeout = 30.0,
     as_json: _Json = False,
+    *,
+    server: Server,
 ) -> None:
     """Delete the chunks of a descriptor."""
     descriptor = read_descriptor(descriptor_file)
     started = time.perf_counter()
-    with Client(server, timeout_s=timeout_s) as client:
+    with server.client(timeout_s) as client:
         verdicts = [Verdict(status) for status in client.delete(descriptor)]
     _report("delete", descriptor, verdicts, time.perf_counter() - started, as_json)
 
 
+@talks_to_server
 def stat(
-    server: _Server = _DEFAULT_SERVER, timeout_s: _Timeout = 10.0, as_json: _Json = False
+    timeout_s: _Timeout = 10.0,
+    as_json: _Json = False,
+    *,
+    server: Server,
 ) -> None:
     """What a server is and what it accepts."""
-    with Client(server, timeout_s=timeout_s) as client:
+    with server.client(timeout_s) as client:
         answer = client.server_info()
     info = {**asdict(answer), "planes": answer.planes}
     if as_json:
         typer.echo(json.dumps(info))
         return
-    table = Table("", server, box=None)
+    table = Table("", server.address, box=None)
     for name, value in info.items():
         table.add_row(name, ", ".join(value) if isinstance(value, tuple) else str(value))
     console.print(table)
@@ -151,15 +163,16 @@ def stat(
 @contextmanager
 def _progress(
     verb: str, descriptor: Descriptor, is_silent: bool
-) -> Iterator[Callable[[int], None]]:
-    """A progress bar on standard error, moved by layer index; none with --json."""
+) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on standard error, where that is a terminal; moved by layer index and the
+    chunks whose bytes of it have moved. None with --json."""
+    is_silent = is_silent or not errors.is_terminal
     columns = (BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeElapsedColumn())
     with Progress(verb, *columns, console=errors, disable=is_silent) as bar:
         task = bar.add_task(verb, total=descriptor.payload_size_bytes)
 
-        def advance(layer_index: int) -> None:
-            size = descriptor.layout.slice_sizes[layer_index] * descriptor.chunk_count
-            bar.advance(task, size)
+        def advance(layer_index: int, chunks: int) -> None:
+            bar.advance(task, descriptor.layout.slice_sizes[layer_index] * chunks)
 
         yield advance
 

@@ -42,6 +42,18 @@ _PROLOGUE: Final = struct.Struct("<8sHHIQII")
 """magic, version, flags, header size, file size, meta size, layer count."""
 
 
+PROLOGUE_SIZE_BYTES: Final = _PROLOGUE.size
+
+
+def stated_size_bytes(head: bytes) -> int | None:
+    """How long the file says it is, by its first `PROLOGUE_SIZE_BYTES`; None if that is no chunk
+    file of this version. Not verified by anything: good for estimates only."""
+    if len(head) < _PROLOGUE.size:
+        return None
+    magic, version, _, _, size_bytes, _, _ = _PROLOGUE.unpack_from(head)
+    return size_bytes if magic == MAGIC and version == VERSION else None
+
+
 def checksum(data: bytes | bytearray | memoryview) -> int:
     """xxh3-64, seed 0: finds rot and torn writes, is never an identity."""
     return xxhash.xxh3_64_intdigest(data)

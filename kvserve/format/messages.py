@@ -28,9 +28,13 @@ from kvserve.v1 import kvserve_pb2 as pb
 
 M = TypeVar("M", bound=Message)
 
+_KINDS: Final = frozenset(map(int, LayerKind))
+
 DETAILS_MAX: Final = 16
 
 SERVICE: Final = "kvserve.v1.KvServe"
+
+_PLAIN: Final = {int(status): Verdict(status) for status in ChunkStatus}
 
 
 def descriptor_to_pb(descriptor: Descriptor) -> pb.Descriptor:
@@ -85,7 +89,7 @@ def descriptor_from_pb(message: pb.Descriptor, *, chunks_max: int) -> Descriptor
     for run in layout.layers:
         if not run.count:
             raise InvalidRequest("layout.layers: a run of 0 layers")
-        if int(run.kind) not in list(LayerKind):
+        if run.kind not in _KINDS:
             raise InvalidRequest(f"layout.layers: unknown layer kind {run.kind}")
         spec = LayerSpec(LayerKind(run.kind), run.kv_heads, run.head_dim, run.opaque_bytes)
         layers.extend([spec] * run.count)
@@ -127,10 +131,15 @@ def verdicts_from_pb(
     """Raises `MalformedMessage` for another number of chunks or an unknown status."""
     if len(packed) != chunk_count:
         raise MalformedMessage(f"{len(packed)} chunk statuses came for {chunk_count} chunks")
-    messages = {detail.chunk_index: detail.message for detail in details}
-    return [
-        Verdict(chunk_status(value), messages.get(index, "")) for index, value in enumerate(packed)
-    ]
+    try:
+        verdicts = [_PLAIN[value] for value in packed]
+    except KeyError as error:
+        raise MalformedMessage(f"chunk status {error} is unknown to this version") from None
+    for detail in details:
+        if detail.chunk_index < chunk_count:
+            status = verdicts[detail.chunk_index].status
+            verdicts[detail.chunk_index] = Verdict(status, detail.message)
+    return verdicts
 
 
 def chunk_status(value: int) -> ChunkStatus:

@@ -5,6 +5,7 @@ hello    8 bytes magic, 32 bytes secret     client -> server, before every trans
 region   16 bytes, spans                    client -> server, shm only, after the hello; for nixl:
                                             `remote_region.py`
 record   24 bytes head, extra, payload      the sender of the payload -> its receiver
+taken    24 bytes head                      server -> client, store over shm only
 ```
 
 A record's head has a fixed size, so that a receiver knows where the payload belongs before a byte
@@ -45,7 +46,11 @@ class RecordKind(IntEnum):
     """Store: everything has been sent; publish."""
     LANDED = 4
     """Fetch over shm or nixl: as PAYLOAD, but the payload is in its place already."""
-    QUIET = 5
+    OFFERED = 5
+    """Store over shm: as PAYLOAD, but the payload is in the shared memory."""
+    TAKEN = 6
+    """Its answer: the oldest frame without one is copied, its bytes are the client's again."""
+    QUIET = 7
     """Fetch over nixl that ended early: the last record; nothing is written any more."""
 
 
@@ -85,6 +90,10 @@ def encode_finish() -> bytes:
     return _HEAD.pack(RecordKind.FINISH, 0, 0, 0, 0, 0)
 
 
+def encode_taken() -> bytes:
+    return _HEAD.pack(RecordKind.TAKEN, 0, 0, 0, 0, 0)
+
+
 def encode_quiet() -> bytes:
     return _HEAD.pack(RecordKind.QUIET, 0, 0, 0, 0, 0)
 
@@ -113,8 +122,9 @@ SPAN_SIZE_BYTES: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class RegionHead:
-    """Where a fetch over shm goes. Then come `span_count` spans of 16 bytes: offset in the memory
-    and size, which together take the payload of all layers asked for, in their order.
+    """Where the payload of a transfer over shm is. Then come `span_count` spans of 16 bytes: offset
+    in the memory and size, which together are the payload of all layers asked for, in their order
+    (store: of all layers, in the descriptor's order, with the chunks that are not needed).
 
     With `has_memory`, one more byte comes with the memory's file descriptor (SCM_RIGHTS); without
     it, the memory is the one that came over this connection before.

@@ -11,7 +11,7 @@ Contract for every implementation (and for every test double):
   path and the errno's name.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -64,6 +64,10 @@ class FileSystem(Protocol):
 
     def read_into(self, fd: int, into: memoryview, offset: int) -> int:
         """Fills `into` from `offset` on; returns the bytes read, fewer only at end of file."""
+
+    def read_parts(self, fd: int, parts: Sequence[memoryview], offset: int) -> int:
+        """The same for several buffers, one after another, any number of them: on a parallel file
+        system one RPC where they are read apart."""
 
     def read_cached(self, fd: int, into: memoryview, offset: int) -> int | None:
         """The same without waiting for a disk: None if that cannot be promised.

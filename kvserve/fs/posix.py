@@ -4,13 +4,16 @@ import ctypes
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from kvserve.errors import Overloaded, QuotaExceeded, StorageFull, StorageUnavailable
 from kvserve.fs.base import Entry, FileStat
 
 _MODE = 0o640
+
+# IOV_MAX of Linux: more parts in one call are EINVAL.
+_PARTS_MAX = 1024
 
 # More than a chunk has parents.
 _MKDIR_TRIES = 64
@@ -91,14 +94,11 @@ class PosixFileSystem:
 
     def read_into(self, fd: int, into: memoryview, offset: int) -> int:
         with _translated("read", fd):
-            done = 0
-            # A short read is the end of the file or an interruption: asking again tells.
-            while done < len(into):
-                got = os.preadv(fd, (into[done:],), offset + done)
-                if not got:
-                    break
-                done += got
-            return done
+            return _read_all(fd, (into,), offset)
+
+    def read_parts(self, fd: int, parts: Sequence[memoryview], offset: int) -> int:
+        with _translated("read", fd):
+            return _read_all(fd, parts, offset)
 
     def read_cached(self, fd: int, into: memoryview, offset: int) -> int | None:
         if self._refuses_nowait:
@@ -232,20 +232,43 @@ class PosixFileSystem:
                 os.close(fd)
 
 
+def _read_all(fd: int, into: Iterable[memoryview], offset: int) -> int:
+    parts = [part for part in into if part]
+    done = 0
+    while parts:
+        got = os.preadv(fd, parts[:_PARTS_MAX], offset + done)
+        # A short read is the end of the file or an interruption: asking again tells.
+        if not got:
+            break
+        done += got
+        whole = 0
+        while whole < len(parts) and got >= len(parts[whole]):
+            got -= len(parts[whole])
+            whole += 1
+        del parts[:whole]
+        if got:
+            parts[0] = parts[0][got:]
+    return done
+
+
 def _file_stat(found: os.stat_result) -> FileStat:
     is_marked = bool(found.st_mode & stat.S_IXUSR)
     return FileStat(found.st_size, found.st_blocks * 512, found.st_mtime, is_marked)
 
 
 def _open_fresh(path: str) -> int:
-    flags = os.O_RDONLY | os.O_CLOEXEC
+    # Not blocking: the open of a FIFO would wait for a writer that never comes. Regular files do
+    # not know the difference; reads from here on are to wait.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        return os.open(path, flags)
+        fd = os.open(path, flags)
     except OSError as error:
         if error.errno != errno.ESTALE:
             raise
-    # A directory on the way was replaced elsewhere: the system has dropped what it knew of it.
-    return os.open(path, flags)
+        # A directory on the way was replaced elsewhere: the system has dropped what it knew of it.
+        fd = os.open(path, flags)
+    os.set_blocking(fd, True)
+    return fd
 
 
 def _entry(entry: os.DirEntry[str]) -> Entry:

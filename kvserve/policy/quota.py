@@ -5,7 +5,7 @@ Two watermarks on every limit: above `high` eviction starts, at `low` it stops. 
 eviction for the others never takes from it; its ceiling is a limit of its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 
@@ -59,18 +59,39 @@ class Pressure:
     excess: Amount
 
 
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """How many more chunks one limit lets in; as text, the limit and the settings that made it.
+
+    `tenant`: whose limit it is, None for the tree's; `counts`: "size_bytes" or "files".
+    """
+
+    chunks: int
+    tenant: str | None
+    counts: str
+    limit: int
+
+    def __str__(self) -> str:
+        amount = f"{self.limit} {'files' if self.counts == 'files' else 'bytes'}"
+        if self.tenant is None:
+            return f"the tree may hold {amount} (capacity.{self.counts}_max)"
+        keys = f"tenants.{self.tenant}.{self.counts}_max or capacity.tenant_{self.counts}_max"
+        return f"tenant {self.tenant} may hold {amount} ({keys})"
+
+
 def chunks_allowed(
     quotas: Quotas, tenant: str, *, own: Amount, total: Amount, chunk_size_bytes: int
-) -> int | None:
-    """How many more chunks of this size the tenant may store now; None for any number.
+) -> Allowed | None:
+    """How many more chunks of this size the tenant may store now, by the tightest limit; None for
+    any number.
 
     `own`: what the tenant has stored, `total`: what all have.
     """
-    allowed = [
-        _fits(quotas.total, total, chunk_size_bytes),
-        _fits(quotas.of(tenant).ceiling, own, chunk_size_bytes),
+    found = [
+        *_allowed(None, quotas.total, total, chunk_size_bytes),
+        *_allowed(tenant, quotas.of(tenant).ceiling, own, chunk_size_bytes),
     ]
-    return min((count for count in allowed if count is not None), default=None)
+    return min(found, key=lambda it: it.chunks, default=None)
 
 
 def pressures(quotas: Quotas, usage: Mapping[str, Amount]) -> list[Pressure]:
@@ -100,13 +121,14 @@ def total_of(usage: Mapping[str, Amount]) -> Amount:
     return sum(usage.values(), Amount())
 
 
-def _fits(limit: Amount, used: Amount, chunk_size_bytes: int) -> int | None:
-    counts = []
+def _allowed(
+    tenant: str | None, limit: Amount, used: Amount, chunk_size_bytes: int
+) -> Iterator[Allowed]:
     if limit.size_bytes:
-        counts.append(max(0, limit.size_bytes - used.size_bytes) // chunk_size_bytes)
+        chunks = max(0, limit.size_bytes - used.size_bytes) // chunk_size_bytes
+        yield Allowed(chunks, tenant, "size_bytes", limit.size_bytes)
     if limit.files:
-        counts.append(max(0, limit.files - used.files))
-    return min(counts, default=None)
+        yield Allowed(max(0, limit.files - used.files), tenant, "files", limit.files)
 
 
 def _excess(limit: Amount, used: Amount, quotas: Quotas) -> Amount:

@@ -1,7 +1,7 @@
 """Requests from raw bytes to chunk locations, whatever their size, without holding the event loop.
 
-A request per layer brings the same descriptor each time: those that cost something to decode are
-kept, by their exact bytes, with the paths that were made for them.
+A request per layer brings the same descriptor each time: the last ones are kept, by their exact
+bytes, with the paths that were made for them.
 """
 
 import threading
@@ -13,14 +13,16 @@ import xxhash
 
 from kvserve.errors import Overloaded
 from kvserve.format.messages import descriptor_from_pb
-from kvserve.model import HASH_SIZE_BYTES_MIN
+from kvserve.model import HASH_SIZE_BYTES_MIN, Descriptor
 from kvserve.service import Service
 from kvserve.store.locations import ChunkLocations
 from kvserve.transfer.long_steps import CHUNKS_IN_PLACE_MAX
 from kvserve.v1 import kvserve_pb2 as pb
 
 KEPT_CHUNKS_MAX: Final = 1 << 17
-"""Of all kept descriptors; some 340 bytes each."""
+"""Of all kept descriptors; some 340 bytes each. A descriptor's layers count like chunks, and so do
+`_KEPT_CHUNKS` for the rest of it."""
+_KEPT_CHUNKS: Final = 32
 WAITING_BYTES_MAX: Final = 128 << 20
 """Of encoded descriptors that wait to be decoded."""
 
@@ -55,14 +57,18 @@ class KeptLocations:
         with self._lock:
             self._drop(key)
             self._kept[key] = _Kept(encoded, where)
-            self.chunk_count += where.descriptor.chunk_count
+            self.chunk_count += _chunks(where.descriptor)
             while self.chunk_count > self._chunks_max:
                 self._drop(next(iter(self._kept)))
 
     def _drop(self, key: bytes) -> None:
         kept = self._kept.pop(key, None)
         if kept is not None:
-            self.chunk_count -= kept.where.descriptor.chunk_count
+            self.chunk_count -= _chunks(kept.where.descriptor)
+
+
+def _chunks(descriptor: Descriptor) -> int:
+    return descriptor.chunk_count + descriptor.layout.layer_count + _KEPT_CHUNKS
 
 
 class DescriptorReader:
@@ -77,12 +83,14 @@ class DescriptorReader:
     async def read(self, message: pb.Descriptor) -> ChunkLocations:
         """Raises `InvalidRequest`, or `Overloaded` if too much waits to be decoded."""
         size_bytes = len(message.chunk_hashes)
-        if size_bytes <= CHUNKS_IN_PLACE_MAX * HASH_SIZE_BYTES_MIN:
-            return self._decode(message)
         encoded = message.SerializeToString()
         kept = self._kept.get(encoded)
         if kept is not None:
             return kept
+        if size_bytes <= CHUNKS_IN_PLACE_MAX * HASH_SIZE_BYTES_MIN:
+            where = self._decode(message)
+            self._kept.put(encoded, where)
+            return where
         if self._waiting_bytes and self._waiting_bytes + size_bytes > WAITING_BYTES_MAX:
             raise Overloaded(
                 f"{self._waiting_bytes} bytes of descriptors wait to be decoded; retry",

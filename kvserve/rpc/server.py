@@ -8,14 +8,14 @@ check the root -> bind -> SERVING -> (SIGTERM) NOT_SERVING -> wait for transfers
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_reflection.v1alpha import reflection
 
-from kvserve.config import Config, LimitsConfig, ServerConfig
+from kvserve.config import Config, ServerConfig
 from kvserve.errors import InvalidRequest, StorageError, StorageUnavailable
 from kvserve.format.messages import SERVICE
 from kvserve.frame_memory import keep_frame_memory
@@ -24,26 +24,31 @@ from kvserve.fs.threads import FsThreads
 from kvserve.metrics import Metrics
 from kvserve.open_tree import OpenTree, open_tree_blocking
 from kvserve.rpc.health import Health
+from kvserve.rpc.listening import why_not_bound
 from kvserve.rpc.servicer import Servicer
+from kvserve.rpc.tls import ServerTls, load_tls_blocking
 from kvserve.service import Service
 from kvserve.storage_health import StorageHealth
-from kvserve.transfer.planes.data_port import DataPort, FrameBuffers
+from kvserve.transfer.planes.data_port import DataPort
 from kvserve.transfer.planes.nixl_writer import NixlWriter, open_writer_blocking
 from kvserve.transfer.planes.offered import Planes
+from kvserve.transfer.staging import Staging
+from kvserve.transfer.step_reads import ReadPace
 from kvserve.upkeep import Upkeep
 
 log = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 60.0
-# Frame memory of the tcp plane that is kept for the next transfer, at most.
-_FRAMES_KEPT_BYTES = 64 << 20
 
 
-def channel_options(message_size_bytes_max: int) -> list[tuple[str, int]]:
+def channel_options(
+    message_size_bytes_max: int, *, shares_port: bool = False
+) -> list[tuple[str, int]]:
     """Options that client and server must agree on; the client's own copy is `kvclient/channel.py`.
 
     Idle connections are kept alive by the client's pings every 30 s: without the second line the
-    server would answer them with GOAWAY "too_many_pings".
+    server would answer them with GOAWAY "too_many_pings". `shares_port`: other processes listen on
+    the same port, and the kernel gives each connection to one of them.
     """
     return [
         ("grpc.max_receive_message_length", message_size_bytes_max),
@@ -54,7 +59,7 @@ def channel_options(message_size_bytes_max: int) -> list[tuple[str, int]]:
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_frame_size", 4 << 20),
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(shares_port)),
     ]
 
 
@@ -69,6 +74,7 @@ class Server:
         keep_frame_memory()
         self._threads = FsThreads(config.store.io_threads, timeout_s=config.store.io_timeout_s)
         self._server: grpc.aio.Server | None = None
+        self._tls: ServerTls | None = None
         self.data_port: DataPort | None = None
         self.nixl: NixlWriter | None = None
 
@@ -76,15 +82,20 @@ class Server:
         """Checks the root, binds, answers.
 
         Raises:
-            InvalidRequest: no root, a root that cannot be written, or an address that cannot be
-                bound, or no answer in time; the message names path, uid and errno.
+            InvalidRequest: no certificate where the settings name one, no root, a root that cannot
+                be written, an address that cannot be bound, or no answer in time; the message names
+                path, uid and errno.
         """
-        config = self._config
+        config, limits = self._config, self._config.limits
         if config.server.nixl:
             self.nixl = await asyncio.get_running_loop().run_in_executor(
                 None, open_writer_blocking, config
             )
-        tree = await self._open_tree()
+        try:
+            tree = await self._open_tree()
+        except InvalidRequest:
+            await self._close_data_port()
+            raise
         self._metrics = Metrics(tree)
         self._upkeep = Upkeep(
             tree,
@@ -95,36 +106,28 @@ class Server:
             timeout_s=config.store.io_timeout_s,
         )
         storage = StorageHealth(lambda: self._threads.hung)
+        staging = Staging(limits.staging_size_bytes, limits.frame_size_bytes)
         self.service = Service(
             tree,
             self._threads,
-            config.limits,
+            limits,
             self._metrics,
+            staging=staging,
+            pace=ReadPace(config.store.io_threads),
             health=storage,
             lease_ttl_s_max=config.capacity.lease_ttl_s_max,
             store_refused=self._upkeep.relieve_soon,
         )
-        self.data_port = _data_port(config.limits)
+        self.data_port = DataPort(
+            staging,
+            connections_max=2 * limits.transfers_max,
+            tls=None if self._tls is None else self._tls.context,
+        )
         planes = Planes(
-            self.data_port, frame_size_bytes_max=config.limits.frame_size_bytes, nixl=self.nixl
+            self.data_port, frame_size_bytes_max=limits.frame_size_bytes, nixl=self.nixl
         )
         self._health = Health(storage, self._threads, tree.store.check_root_blocking)
-        server = grpc.aio.server(options=channel_options(config.limits.message_size_bytes_max))
-        server.add_generic_rpc_handlers(
-            (
-                Servicer(
-                    self.service,
-                    config.limits,
-                    tree.file_system,
-                    planes,
-                    lease_ttl_s_max=config.capacity.lease_ttl_s_max,
-                ).handlers(),
-            )
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
-        reflection.enable_server_reflection(
-            (SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server
-        )
+        server = self._new_server(tree, planes)
         try:
             port = await self._listen(server)
         except InvalidRequest:
@@ -141,15 +144,45 @@ class Server:
         await self._health.start()
         log.debug("serving %s (%s) on %s", tree.store.root, tree.file_system, self.address)
 
+    def _new_server(self, tree: OpenTree, planes: Planes) -> grpc.aio.Server:
+        """With every rpc; not bound yet."""
+        config, limits = self._config, self._config.limits
+        options = channel_options(
+            limits.message_size_bytes_max, shares_port=config.server.workers > 1
+        )
+        server = grpc.aio.server(options=options)
+        server.add_generic_rpc_handlers(
+            (
+                Servicer(
+                    self.service,
+                    limits,
+                    tree.file_system,
+                    planes,
+                    lease_ttl_s_max=config.capacity.lease_ttl_s_max,
+                ).handlers(),
+            )
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
+        reflection.enable_server_reflection(
+            (SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server
+        )
+        return server
+
     async def _listen(self, server: grpc.aio.Server) -> int:
         """Binds all that this server listens on; returns the port of the gRPC service."""
         config = self._config
         assert self.data_port is not None
         await _open_data_port(self.data_port, config.server)
         try:
-            port = server.add_insecure_port(self.address)
+            if self._tls is None:
+                port = server.add_insecure_port(self.address)
+            else:
+                port = server.add_secure_port(self.address, self._tls.credentials)
         except RuntimeError as error:
-            raise InvalidRequest(f"cannot listen on {self.address}: {error}") from error
+            why = why_not_bound(self.address) or error
+            raise InvalidRequest(
+                f"cannot listen on {self.address} (server.listen): {why}"
+            ) from error
         if config.server.metrics_listen:
             self.metrics_address = await asyncio.get_running_loop().run_in_executor(
                 self._threads, self._metrics.listen_blocking, config.server.metrics_listen
@@ -158,11 +191,14 @@ class Server:
 
     async def _open_tree(self) -> OpenTree:
         config = self._config
+
+        def open_blocking() -> OpenTree:
+            self._tls = load_tls_blocking(config.server)
+            return open_tree_blocking(config, self._fs)
+
         threads = FsThreads(1, timeout_s=_START_TIMEOUT_S, name="start")
         try:
-            return await asyncio.get_running_loop().run_in_executor(
-                threads, open_tree_blocking, config, self._fs
-            )
+            return await asyncio.get_running_loop().run_in_executor(threads, open_blocking)
         except StorageUnavailable as error:
             raise InvalidRequest(
                 f"the root {config.store.root} gave no answer in {_START_TIMEOUT_S:g} s: "
@@ -205,24 +241,22 @@ class Server:
             await port.stop()
 
 
-async def serve(config: Config, *, started: Callable[[Server], None]) -> None:
-    """Runs a server until SIGTERM or SIGINT; calls `started` once it answers."""
+async def serve(
+    config: Config,
+    *,
+    started: Callable[[Server], None],
+    signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
+) -> None:
+    """Runs a server until one of `signals`; calls `started` once it answers."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in signals:
         loop.add_signal_handler(number, stopping.set)
     server = Server(config)
     await server.start()
     started(server)
     await stopping.wait()
     await server.stop()
-
-
-def _data_port(limits: LimitsConfig) -> DataPort:
-    # Frames of two transfers that hold all they may; beyond that memory is made for the moment.
-    kept = min(2 * limits.frames_in_flight, max(1, _FRAMES_KEPT_BYTES // limits.frame_size_bytes))
-    buffers = FrameBuffers(limits.frame_size_bytes, kept)
-    return DataPort(buffers, connections_max=2 * limits.transfers_max)
 
 
 async def _open_data_port(port: DataPort, config: ServerConfig) -> None:

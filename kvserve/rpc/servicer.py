@@ -145,5 +145,6 @@ class Servicer:
         where = await self._descriptors.read(message.open.descriptor)
         wanted = tuple(message.open.planes)
         del message, first  # megabytes, maybe, for as long as the store goes on
-        async with self._planes.store(wanted, context.read, context.write) as plane:
+        planes, of = self._planes, where.descriptor
+        async with planes.store(wanted, of, context.read, context.write) as plane:
             await self._service.store(where, plane)

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Final
 
 from kvserve.errors import KvserveError, StorageError, StorageFull, StorageUnavailable
+from kvserve.format.read_plan import GAP_SIZE_BYTES_MAX, reads
 from kvserve.fs import FileSystem
 from kvserve.model import ChunkKey, ChunkStatus, Descriptor, Verdict
 from kvserve.store.departures import Departures
@@ -36,6 +37,8 @@ HIT: Final = Verdict(ChunkStatus.HIT)
 """One for all chunks: a verdict for each of 65,536 would take longer than to look for them."""
 _ABSENT: Final = Verdict(ChunkStatus.MISS_ABSENT)
 _EVICTED: Final = Verdict(ChunkStatus.MISS_EVICTED)
+# Where the padding between slices goes: written by any thread, read by nobody.
+_PADDING: Final = memoryview(bytearray(GAP_SIZE_BYTES_MAX))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +102,10 @@ class ChunkStore:
         """The chunks that were not seen on the tree lately: a miss if they were missed there
         lately, None if the tree must be asked. Does no I/O; see `KnownChunks`."""
         self._known.refresh()
-        has, lacks = self._known.has, self._known.lacks
+        keys, lacks = where.known_keys, self._known.lacks
         return {
-            index: self._absent(key) if lacks(key) else None
-            for index, key in enumerate(where.known_keys)
-            if not has(key)
+            index: self._absent(keys[index]) if lacks(keys[index]) else None
+            for index in self._known.unknown(keys)
         }
 
     def failing(self, where: ChunkLocations, indexes: Iterable[int]) -> dict[int, Verdict]:
@@ -152,7 +154,7 @@ class ChunkStore:
                 path,
                 where.geometry,
                 where.descriptor.chunk_hashes[chunk_index],
-                reject_blocking=self._quarantine_blocking,
+                reject_blocking=partial(self._quarantine_blocking, where.geometry.file_size_bytes),
             )
         except KvserveError as error:
             found = self._unreadable(path, error)
@@ -165,28 +167,43 @@ class ChunkStore:
             return expired
         return found
 
+    def check_mounted_blocking(self) -> None:
+        """See `Root`."""
+        self._root.check_mounted_blocking()
+
     def explain_miss_blocking(self, key: ChunkKey) -> str:
         return self._namespaces.explain_miss_blocking(key)
 
     def read_blocking(
-        self, chunk: OpenChunk, layer_index: int, slice_offset: int, into: memoryview
+        self, chunk: OpenChunk, pieces: Sequence[tuple[int, int, memoryview]]
     ) -> Verdict | None:
-        """Fills `into` from one slice; a fault if the file ends early or cannot be read."""
+        """Fills pieces of slices (layer, offset in the slice, memory) in as few reads as there can
+        be; a fault if the file ends early or cannot be read."""
         if self._failing and (failed := self._failing.get(chunk.path)) is not None:
             return failed  # another read of it, a moment ago
-        offset = chunk.offsets[layer_index] + slice_offset
-        try:
-            got = self._read_blocking(chunk, offset, into)
+        places = [(chunk.offsets[layer] + start, len(into)) for layer, start, into in pieces]
+        for offset, read in reads(places):
+            parts: list[memoryview] = []
+            for skipped, number in read:
+                if skipped:
+                    parts.append(_PADDING[:skipped])
+                parts.append(pieces[number][2])
+            try:
+                got = self._read_blocking(chunk, offset, parts)
+            except KvserveError as error:
+                self.open_chunks.forget(chunk.path)
+                return self._unreadable(chunk.path, error)
             if got is None:
                 return Verdict(ChunkStatus.MISS_ABSENT, "deleted while being read")
-        except KvserveError as error:
-            self.open_chunks.forget(chunk.path)
-            return self._unreadable(chunk.path, error)
-        if got < len(into):
-            return Verdict(ChunkStatus.MISS_CORRUPT, f"layer {layer_index} is cut short")
+            if got < sum(map(len, parts)):
+                # The first piece, in the file's order, that is not there as a whole.
+                cut = next(it for _, it in read if sum(places[it]) > offset + got)
+                return Verdict(ChunkStatus.MISS_CORRUPT, f"layer {pieces[cut][0]} is cut short")
         return None
 
-    def _read_blocking(self, chunk: OpenChunk, offset: int, into: memoryview) -> int | None:
+    def _read_blocking(
+        self, chunk: OpenChunk, offset: int, parts: Sequence[memoryview]
+    ) -> int | None:
         """Bytes read, None if the file is gone; a descriptor that went bad is replaced once."""
         fd = chunk.fd
         if fd is None:
@@ -194,16 +211,16 @@ class ChunkStore:
             if fd is None:
                 return None
             try:
-                return self.fs.read_into(fd, into, offset)
+                return self.fs.read_parts(fd, parts, offset)
             finally:
                 self.fs.close(fd)
         try:
-            return self.fs.read_into(fd, into, offset)
+            return self.fs.read_parts(fd, parts, offset)
         except StorageUnavailable:
             if not self.open_chunks.reopen_blocking(chunk, fd):
                 raise
         assert chunk.fd is not None
-        return self.fs.read_into(chunk.fd, into, offset)
+        return self.fs.read_parts(chunk.fd, parts, offset)
 
     def read_cached(
         self, chunk: OpenChunk, layer_index: int, slice_offset: int, into: memoryview
@@ -221,7 +238,7 @@ class ChunkStore:
             if fd is None:
                 return
             try:
-                self._quarantine_blocking(chunk.path, fd)
+                self._quarantine_blocking(chunk.geometry.file_size_bytes, chunk.path, fd)
             finally:
                 if chunk.fd is None:
                     self.fs.close(fd)
@@ -365,15 +382,18 @@ class ChunkStore:
         self.open_chunks.close_released_blocking()
         return ChunkStatus.DELETED if is_gone else ChunkStatus.MISS_ABSENT
 
-    def _quarantine_blocking(self, path: str, fd: int) -> None:
-        """Moves the damaged file that is open as `fd` out of every reader's way, as evidence."""
+    def _quarantine_blocking(self, size_bytes: int, path: str, fd: int) -> None:
+        """Moves the damaged file that is open as `fd` out of every reader's way, as evidence.
+
+        `size_bytes`: what it counts for, however long the damage has made it.
+        """
         self.open_chunks.forget(path)
-        taken = self._quarantine.take_blocking(path, fd)
+        is_taken = self._quarantine.take_blocking(path, fd)
         self._discard_known(path)
-        if taken is not None:
+        if is_taken:
             self._failing.clear(path)
             tenant = path[len(self.root) + 1 :].split("/", 1)[0]
-            self.ledger.changed(tenant, path.rpartition("/")[0], -taken, -1)
+            self.ledger.changed(tenant, path.rpartition("/")[0], -size_bytes, -1)
 
     def _discard_known(self, path: str) -> None:
         shard, _, name = path[len(self.root) + 1 :].rsplit("/", 2)

@@ -18,6 +18,7 @@ from kvserve.errors import StorageError
 from kvserve.fs import FileSystem
 from kvserve.policy.eviction import SAMPLE_MIN, TAKEN_OF_SAMPLE, Candidate, choose
 from kvserve.policy.quota import Amount, Pressure, above_floor
+from kvserve.store.counted_size import counted_size_blocking
 from kvserve.store.departures import LEAVING_S_MAX
 from kvserve.store.exchange import Exchange
 from kvserve.store.journal import RecordKind
@@ -45,6 +46,14 @@ class EvictionResult:
     evicted: Amount = field(default_factory=Amount)
     held: int = 0
     failed: int = 0
+
+    def __str__(self) -> str:
+        text = f"evicted {self.evicted.files} chunks of {self.evicted.size_bytes} bytes in all"
+        if self.held:
+            text += f"; {self.held} stay, which are leased, pinned, under a floor or were just used"
+        if self.failed:
+            text += f"; {self.failed} could not be looked at or deleted"
+        return text
 
 
 class Evictor:
@@ -175,6 +184,7 @@ class Evictor:
             if is_wanted or not self._open_chunks.forget_idle(path):
                 result.held += 1
                 return False
+            size_bytes = counted_size_blocking(self._fs, path, found.size_bytes)
             is_gone = self._fs.unlink(path)
         except StorageError as error:
             result.failed += 1
@@ -182,7 +192,7 @@ class Evictor:
             return False
         self._known.discard(key)
         if is_gone:
-            self._ledger.changed(candidate.tenant, candidate.directory, -found.size_bytes, -1)
+            self._ledger.changed(candidate.tenant, candidate.directory, -size_bytes, -1)
         self._open_chunks.close_released_blocking()
         return is_gone
 
@@ -208,7 +218,8 @@ class Evictor:
                 continue
             if seen is None or seen.is_marked:
                 continue
-            found.append(Candidate(tenant, directory, name, seen.size_bytes, seen.modified_at))
+            size_bytes = counted_size_blocking(self._fs, path, seen.size_bytes)
+            found.append(Candidate(tenant, directory, name, size_bytes, seen.modified_at))
         return found
 
     def _deck(self, tenant: str | None) -> Iterator[str]:

@@ -28,6 +28,7 @@ from kvserve.store.journal import (
 from kvserve.store.known import KnownChunks
 from kvserve.store.leases import LeaseOwner, Leases
 from kvserve.store.paths import EVICTED_DIR, LEASES_DIR
+from kvserve.store.releases import Releases
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class Exchange:
         self._reading = threading.Lock()
         self._readers: dict[str, JournalReader] = {}
         self._evicted_file = JournalWriter(fs, f"{self._evicted_dir}/{tag}")
+        self._releases = Releases(fs, self._leases_dir, tag, leases)
 
     def grant_blocking(
         self, owner: LeaseOwner, shard: str, keys: Sequence[int], ttl_s: float
@@ -84,7 +86,7 @@ class Exchange:
                 if self._lease_file.is_due:
                     self._lease_file.replace(self._lease_records())
                 else:
-                    self._lease_file.append(records)
+                    self._lease_file.append(records, self._lease_records)
             self.read_departures_blocking()
         except BaseException:
             # Not `release`: the owner's other leases have been promised.
@@ -98,16 +100,23 @@ class Exchange:
         self._is_lease_file_stale = True
 
     def release(self, owner: LeaseOwner) -> int:
-        """How many chunks were given free. Does no I/O: others learn of it with `tell_blocking`."""
+        """How many chunks were given free. Does no I/O: others learn of it with `tell_blocking`,
+        and then release what they have granted to the owner."""
+        self._releases.note(owner)
         released = self.leases.release(owner)
         self._is_lease_file_stale = self._is_lease_file_stale or released > 0
         return released
 
     def tell_blocking(self) -> None:
-        """Brings the lease file up to date with what was released or has expired."""
+        """Brings the lease file up to date with what was released, here or elsewhere, or has
+        expired."""
+        entries = [it.name for it in self._fs.scan(self._leases_dir) if it.kind == "file"]
         before = self.leases.chunks
+        self._releases.hear_blocking(entries)
         self.leases.drop_expired()
-        if self._is_lease_file_stale or self.leases.chunks != before:
+        with self._leasing:
+            is_lost = self._lease_file.is_lost_blocking()
+        if is_lost or self._is_lease_file_stale or self.leases.chunks != before:
             self._is_lease_file_stale = False
             try:
                 with self._leasing:
@@ -115,6 +124,9 @@ class Exchange:
             except BaseException:
                 self._is_lease_file_stale = True
                 raise
+        self._releases.tell_blocking(
+            is_alone=all(it.partition(".")[0] == self._tag for it in entries)
+        )
 
     def leased_by_others_blocking(self, now: float) -> set[int]:
         """The chunks that other servers have leased."""
@@ -132,16 +144,17 @@ class Exchange:
         """Tells everybody, this server first, which chunks are about to be evicted."""
         records = [Record(key, RecordKind.LEAVING, now) for key in keys]
         self.departures.apply(self._tag, records)
+        # No other pick is open here: in a new file readers miss nothing.
         if self._evicted_file.is_due:
-            self._evicted_file.replace(records)  # no pick is open here: readers miss nothing
+            self._evicted_file.replace(records)
         else:
-            self._evicted_file.append(records)
+            self._evicted_file.append(records, lambda: records)
 
     def announce_outcomes_blocking(self, outcomes: Mapping[int, RecordKind], now: float) -> None:
         """Tells everybody what became of the chunks that were picked."""
         records = [Record(key, kind, now) for key, kind in outcomes.items()]
         self.departures.apply(self._tag, records)
-        self._evicted_file.append(records)
+        self._evicted_file.append(records, lambda: records)
 
     def read_departures_blocking(self) -> None:
         """Learns what other servers have evicted or are about to."""
@@ -179,7 +192,9 @@ class Exchange:
                     self._fs.unlink(path)
                     continue
                 records = read_all_blocking(self._fs, path)
-                if not any(now < it.at + _KEPT_S < now + LEASE_TTL_S_MAX for it in records):
+                counts = any(now < it.at + _KEPT_S < now + LEASE_TTL_S_MAX for it in records)
+                # Asked again: it may have come back meanwhile, and written.
+                if not counts and not lives(tag):
                     self._fs.unlink(path)
 
     def close_blocking(self) -> None:
@@ -190,6 +205,7 @@ class Exchange:
             self._readers.clear()
         try:
             self._lease_file.close()
+            self._releases.close_blocking()
         finally:
             self._evicted_file.close()
 

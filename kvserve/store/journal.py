@@ -1,5 +1,5 @@
 """Small files of fixed records on the tree, one writer each, through which servers tell one another
-what is leased and what is being evicted.
+what is leased, what was released and what is being evicted.
 
 A record is a chunk's 64-bit key, a kind and a time. A reader remembers how far it has read; a
 writer that starts a file anew replaces it whole, which readers notice. A record that is half
@@ -7,7 +7,7 @@ written when it is read is read the next time.
 """
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -32,6 +32,8 @@ class RecordKind(IntEnum):
     GONE = 3
     STAYED = 4
     """Picked, but leased or not deletable."""
+    RELEASED = 5
+    """Not of a chunk but of a lease's owner (`releases.py`): what it was granted before `at`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +62,35 @@ class JournalWriter:
         """Time to `replace`: the file is long, or there is none that could be written on."""
         return self._fd is None or self._size >= _SIZE_BYTES_MAX
 
-    def append(self, records: Sequence[Record]) -> None:
-        """Every reader finds the records once this returns; without a file they start one.
+    def append(
+        self, records: Sequence[Record], all_records: Callable[[], Iterable[Record]]
+    ) -> None:
+        """Every reader finds the records once this returns.
+
+        Without a file it is started anew with `all_records`. So it is if what was written on is no
+        longer the file at the path: others remove it once they take this server for dead, as after
+        a pause that was longer than its claim.
 
         Raises:
             StorageError: the tree refused.
         """
-        if self._fd is None:
-            self.replace(records)
-            return
-        data = _packed(records)
-        try:
-            self._fs.write_all(self._fd, data, self._size)
-        except BaseException:
-            self._close_quietly()
-            raise
-        self._size += len(data)
+        if self._fd is not None:
+            data = _packed(records)
+            try:
+                self._fs.write_all(self._fd, data, self._size)
+                # After the write: what is removed from here on was seen to have the records.
+                is_there = self._fs.is_same(self._fd, self._path)
+            except BaseException:
+                self._close_quietly()
+                raise
+            self._size += len(data)
+            if is_there:
+                return
+        self.replace(all_records())
+
+    def is_lost_blocking(self) -> bool:
+        """Whether the file that was written on is no longer the one at the path."""
+        return self._fd is not None and not self._fs.is_same(self._fd, self._path)
 
     def replace(self, records: Iterable[Record]) -> None:
         """Starts the file anew with these records; on an error readers find the old one."""

@@ -15,9 +15,10 @@ with the same key (2**-64 for each pair) would be a false hit in a lookup, which
 as a miss.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import islice
+from math import inf
 from typing import NamedTuple
 
 import xxhash
@@ -58,12 +59,16 @@ class KnownChunks:
         self._now = self._clock()
 
     def has(self, key: int) -> bool:
-        seen_at = self._seen_at.get(key)
-        return seen_at is not None and self._now - seen_at <= self._ttl_s
+        return not self.unknown((key,))
 
     def lacks(self, key: int) -> bool:
         missed_at = self._missed_at.get(key)
         return missed_at is not None and self._now - missed_at <= self._absent_ttl_s
+
+    def unknown(self, keys: Sequence[int]) -> list[int]:
+        """Positions of the keys that `has` is not true of."""
+        seen_at, oldest = self._seen_at.get, self._now - self._ttl_s
+        return [at for at, key in enumerate(keys) if seen_at(key, -inf) < oldest]
 
     @property
     def epoch(self) -> Epoch:

@@ -8,6 +8,7 @@ expired, is harmless; nothing that a client forgets holds a chunk for longer tha
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from kvserve.errors import Overloaded
 
@@ -21,6 +22,7 @@ class Lease:
 
     keys: Sequence[int]
     expires_at: float
+    granted_at: float
 
 
 class Leases:
@@ -60,7 +62,8 @@ class Leases:
                     "or retry when some have expired",
                     retry_after_s=1.0,
                 )
-            lease = Lease(keys, self.clock() + ttl_s)
+            now = self.clock()
+            lease = Lease(keys, now + ttl_s, now)
             self._put(owner, shard, lease)
             return lease.expires_at
 
@@ -70,7 +73,7 @@ class Leases:
         with self._lock:
             held = self._by_owner.get(owner, {}).get(shard)
             if held is not None:
-                self._put(owner, shard, Lease(keys, held.expires_at))
+                self._put(owner, shard, Lease(keys, held.expires_at, held.granted_at))
 
     def held(self, owner: LeaseOwner, shard: str) -> Lease | None:
         """What the owner holds of this shard."""
@@ -80,12 +83,18 @@ class Leases:
     def put_back(self, owner: LeaseOwner, shard: str, held: Lease | None) -> None:
         """Undoes a grant: the owner holds again what it held of this shard before."""
         with self._lock:
-            self._put(owner, shard, held or Lease((), 0.0))
+            self._put(owner, shard, held or Lease((), 0.0, 0.0))
 
-    def release(self, owner: LeaseOwner) -> int:
+    def owners(self) -> list[LeaseOwner]:
+        with self._lock:
+            return list(self._by_owner)
+
+    def release(self, owner: LeaseOwner, *, granted_before: float = inf) -> int:
         """How many chunks were given free; 0 if the owner has no lease (any more)."""
         with self._lock:
-            return sum(self._drop(owner, shard) for shard in list(self._by_owner.get(owner, ())))
+            leases = self._by_owner.get(owner, {})
+            shards = [it for it, lease in leases.items() if lease.granted_at <= granted_before]
+            return sum(self._drop(owner, shard) for shard in shards)
 
     def drop_expired(self) -> None:
         with self._lock:

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Mapping
 
 from kvserve.policy.quota import (
+    Allowed,
     Amount,
     Pressure,
     Quotas,
@@ -57,10 +58,11 @@ class Ledger:
                 total=self._total,
                 chunk_size_bytes=chunk_size_bytes,
             )
-            if allowed is not None:
-                chunks = min(chunks, allowed)
+            refused_by = None
+            if allowed is not None and allowed.chunks < chunks:
+                chunks, refused_by = allowed.chunks, allowed
             self._count(self._reserved, tenant, Amount(chunks * chunk_size_bytes, chunks))
-            return Reservation(self, tenant, chunk_size_bytes, chunks)
+            return Reservation(self, tenant, chunk_size_bytes, chunks, refused_by=refused_by)
 
     def unreserve(self, room: "Reservation", chunks: int) -> None:
         """Chunks that were let in are stored (and counted as such), or will not be."""
@@ -156,14 +158,26 @@ class Ledger:
 
 
 class Reservation:
-    """What one store may still store. Safe from any thread."""
+    """What one store may still store. Safe from any thread.
 
-    def __init__(self, ledger: Ledger, tenant: str, chunk_size_bytes: int, chunks: int) -> None:
+    `refused_by`: the limit that lets in fewer chunks than were asked for.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        tenant: str,
+        chunk_size_bytes: int,
+        chunks: int,
+        *,
+        refused_by: Allowed | None,
+    ) -> None:
         self._ledger = ledger
         self.tenant = tenant
         self.chunk_size_bytes = chunk_size_bytes
         self.chunks = chunks
         self.left_chunks = chunks
+        self.refused_by = refused_by
 
     def chunk_stored(self) -> None:
         """One of the chunks is on the tree and counted there; harmless after `close`."""

@@ -81,12 +81,7 @@ class OpenChunks:
 
     def acquire(self, path: str) -> OpenChunk | None:
         """The chunk if its file is open already. Does no I/O."""
-        with self._lock:
-            chunk = self._by_path.get(path)
-            if chunk is not None:
-                chunk.users += 1
-                self._idle.pop(path, None)
-            return chunk
+        return self.acquire_all((path,))[0]
 
     def acquire_all(self, paths: Sequence[str]) -> list[OpenChunk | None]:
         """`acquire` for each path; the lock is taken once for many."""

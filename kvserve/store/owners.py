@@ -87,7 +87,9 @@ class Owner:
 
     def dead_blocking(self) -> set[str]:
         """The tags whose server is dead, by the claims that are there now."""
-        return {tag for tag in self._fs.list_dir(self._directory) if not self.lives_blocking(tag)}
+        # What else may lie there is not a server's.
+        tags = [it.name for it in self._fs.scan(self._directory) if it.kind == "file"]
+        return {tag for tag in tags if is_tag(tag) and not self.lives_blocking(tag)}
 
     def lives_blocking(self, tag: str) -> bool:
         """Whether the server with this tag lives, asked of the tree at this moment.

@@ -25,24 +25,23 @@ class Quarantine:
         self._trimming = threading.Lock()
         self.taken = 0
 
-    def take_blocking(self, path: str, fd: int) -> int | None:
-        """Moves the file at `path` here if it is the one open as `fd`; returns its size, else None.
+    def take_blocking(self, path: str, fd: int) -> bool:
+        """Moves the file at `path` here if it is the one open as `fd`; whether it did.
 
         Only that file: a good one that has taken its name meanwhile stays. A file system that
         refuses the move leaves the file where it is; it stays a miss, since every read checks it.
         """
         try:
-            size_bytes = self._fs.stat_open(fd).size_bytes
             if not set_aside_blocking(self._fs, self._root, path, fd):
-                return None
+                return False
         except StorageError as error:
             log.warning("a damaged chunk stays at its place, as a miss: %s", error)
-            return None
+            return False
         self.taken += 1
         log.warning("damaged, now in %s: %s", self._directory, path)
         with suppress(StorageError):  # the next one tries again
             self._trim_blocking()
-        return size_bytes
+        return True
 
     def _trim_blocking(self) -> None:
         with self._trimming:

@@ -22,6 +22,19 @@ def read_small_blocking(fs: FileSystem, path: str, size_bytes_max: int) -> bytes
     return bytes(buffer[:got])
 
 
+def read_head_blocking(fs: FileSystem, path: str, size_bytes: int) -> bytes | None:
+    """The first bytes of a file, fewer if it is shorter; None if it is missing. Raises alike."""
+    fd = fs.open_read(path)
+    if fd is None:
+        return None
+    try:
+        buffer = bytearray(size_bytes)
+        got = fs.read_into(fd, memoryview(buffer), 0)
+    finally:
+        fs.close(fd)
+    return bytes(buffer[:got])
+
+
 def replace_small_blocking(
     fs: FileSystem, path: str, data: bytes, *, temp: str, is_synced: bool = False
 ) -> None:

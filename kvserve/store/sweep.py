@@ -29,6 +29,10 @@ class SweepResult:
     directory: str = ""
     is_fan: bool = False
 
+    def __str__(self) -> str:
+        text = f"{self.removed} files removed in {self.directories} directories"
+        return f"{text}, {self.failed} failures" if self.failed else text
+
 
 def sweep_blocking(
     fs: FileSystem, root: str, owner: Owner, count: TreeCount | None = None

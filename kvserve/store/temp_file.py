@@ -138,8 +138,8 @@ class TempFile:
     def publish_blocking(self, check: Callable[[], None] = _nothing) -> bool:
         """Closes the file, synced if it has to survive power loss, and gives it its name.
 
-        False if it replaced another file, whose mark (a pin) it keeps. `check` is called right
-        before: if it raises, the file does not get its name.
+        False if it replaced another file, whose mark (a pin) it keeps, also one that is set
+        meanwhile. `check` is called right before: if it raises, the file does not get its name.
         """
         fd = self._give_up_fd()
         if fd is None:
@@ -150,13 +150,23 @@ class TempFile:
         finally:
             self._fs.close(fd)
         assert self._temp is not None
-        replaced = self._fs.stat(self.path)
-        if replaced is not None and replaced.is_marked:
-            self._fs.mark(self._temp, is_marked=True)
-        check()
-        self._fs.rename(self._temp, self.path)
-        self._temp = None
-        return replaced is None
+        replaced = self._fs.open_read(self.path)
+        if replaced is None:
+            check()
+            self._rename(self._temp)
+            return True
+        try:
+            is_marked = self._fs.stat_open(replaced).is_marked
+            if is_marked:
+                self._fs.mark(self._temp, is_marked=True)
+            check()
+            self._rename(self._temp)
+            # Whoever marks by the name from here on marks this file.
+            if not is_marked and self._fs.stat_open(replaced).is_marked:
+                self._fs.mark(self.path, is_marked=True)
+        finally:
+            self._fs.close(replaced)
+        return False
 
     def abandon_blocking(self) -> None:
         """Removes what was written; does nothing once published. May be called twice, and by two
@@ -173,6 +183,10 @@ class TempFile:
             finally:
                 if temp is not None:
                     remove_temp_blocking(self._fs, self._names, temp)
+
+    def _rename(self, temp: str) -> None:
+        self._fs.rename(temp, self.path)
+        self._temp = None
 
     def _open(self) -> None:
         while True:

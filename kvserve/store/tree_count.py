@@ -5,15 +5,18 @@ each shard are enough, and a walk over ten million chunks costs listings, not te
 """
 
 from contextlib import suppress
+from statistics import median_high
 
 from kvserve.errors import StorageError
 from kvserve.fs import FileSystem
 from kvserve.policy.quota import Amount
+from kvserve.store.counted_size import counted_size_blocking
 from kvserve.store.ledger import Ledger, UsageByTenant
 from kvserve.store.tree import FAN, Directory, Parts, is_chunk_name
 
 _LOOKS = 3
-"""The largest of so many files is the size: one that was cut short must not mislead."""
+"""The middle one of so many files is the size: one that was cut short or is far too long must not
+mislead."""
 
 
 class TreeCount:
@@ -50,7 +53,8 @@ class TreeCount:
         sizes = self._sizes.setdefault((directory.parts[:-1], len(name)), [])
         if len(sizes) < _LOOKS:
             with suppress(StorageError):  # the next one tells
-                found = self._fs.stat(f"{directory.path}/{name}")
+                path = f"{directory.path}/{name}"
+                found = self._fs.stat(path)
                 if found is not None:
-                    sizes.append(found.size_bytes)
-        return max(sizes, default=0)
+                    sizes.append(counted_size_blocking(self._fs, path, found.size_bytes))
+        return median_high(sizes) if sizes else 0

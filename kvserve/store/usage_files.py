@@ -16,7 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvserve.errors import InvalidRequest
 from kvserve.fs import FileSystem
+from kvserve.model import check_tenant
 from kvserve.policy.quota import Amount
 from kvserve.store.ledger import UsageByTenant
 from kvserve.store.paths import USAGE_DIR
@@ -26,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _BASE = "base"
 _SIZE_BYTES_MAX = 256 << 20
+_COUNT_MAX = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +85,15 @@ class UsageFiles:
         }
         self._write(_BASE, record)
 
-    def forget(self, tags: set[str]) -> None:
-        """Removes the files of dead servers; only right after `write_base`, which contains them."""
-        for tag in tags & set(self._tags()):
-            self._fs.unlink(f"{self._directory}/{tag}")
+    def forget(self, tags: set[str], contained: Mapping[str, UsageByTenant]) -> None:
+        """Removes the files of dead servers; only right after `write_base`.
+
+        `contained`: what it was given. A file that says something else by now (of a server that
+        came, or went on, while the tree was counted) is not in the base: it waits for the next.
+        """
+        for tag in tags & contained.keys() & set(self._tags()):
+            if self._changes(tag) == contained[tag]:
+                self._fs.unlink(f"{self._directory}/{tag}")
 
     def tags(self) -> set[str]:
         return set(self._tags())
@@ -156,5 +164,19 @@ def _amounts(record: object) -> UsageByTenant:
     return {
         tenant: Amount(pair[0], pair[1])
         for tenant, pair in record.items()
-        if isinstance(pair, list) and len(pair) == 2 and all(type(it) is int for it in pair)
+        if isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair))
+        # It becomes a label of metrics.
+        if _is_tenant(tenant)
     }
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and abs(value) < _COUNT_MAX
+
+
+def _is_tenant(name: str) -> bool:
+    try:
+        check_tenant(name)
+    except InvalidRequest:
+        return False
+    return True

@@ -10,7 +10,7 @@ broken target.
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvserve.errors import StorageError, StorageUnavailable
@@ -153,6 +153,10 @@ class FaultyFileSystem(PosixFileSystem):
     def read_into(self, fd: int, into: memoryview, offset: int) -> int:
         self._count("read_into", self._paths.get(fd, ""))
         return super().read_into(fd, into, offset)
+
+    def read_parts(self, fd: int, parts: Sequence[memoryview], offset: int) -> int:
+        self._count("read_into", self._paths.get(fd, ""))  # a read as any other
+        return super().read_parts(fd, parts, offset)
 
     def read_cached(self, fd: int, into: memoryview, offset: int) -> int | None:
         path = self._paths.get(fd, "")

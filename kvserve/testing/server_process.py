@@ -41,6 +41,12 @@ class ServerProcess:
         assert self._process is not None, "not started"
         return self._process.pid
 
+    @property
+    def serving_pids(self) -> list[int]:
+        """The processes that serve: the workers, or the only one."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text("ascii")
+        return [int(pid) for pid in children.split()] or [self.pid]
+
     def start(self) -> Self:
         """Returns once the server answers.
 

@@ -1,69 +1,90 @@
-"""File calls on open chunks, as one job on the fs threads that may hang."""
+"""File calls on open chunks, as jobs on the fs threads that may hang."""
 
-from collections.abc import Callable, Sequence
-from typing import Generic
+import time
+from collections.abc import Callable
+from typing import Final, Generic, TypeVar
 
 from kvserve.errors import StorageUnavailable
 from kvserve.fs.custody import Custody
 from kvserve.model import ChunkStatus, Verdict
 from kvserve.transfer.ports import C, ChunkHolder
 
+# Of quick calls a job takes many: each job costs the loop some 50 us. Others wait no longer.
+_JOB_S: Final = 0.01
+T = TypeVar("T")
 
-class ChunkJob(Generic[C]):
-    """`call(position, chunk)` for each of `chunks` that is not None, in order.
 
-    The call returns a fault or None. `memory` is what it writes to: it lives as long as the job.
+class ChunkJob(Generic[C, T]):
+    """Makes one call after the other, for a moment.
+
+    `take` gives the next: a chunk and what else `call` needs to know; it raises IndexError at the
+    end. `call` returns a fault or None, which `ended` is told on the thread. `hangs`, on the loop:
+    such a call hangs; what it returns goes to `came_back`, on the thread, when it is over.
     """
 
     def __init__(
         self,
         holder: ChunkHolder[C],
-        chunks: Sequence[C | None],
-        call: Callable[[int, C], Verdict | None],
+        take: Callable[[], tuple[C, T]],
+        call: Callable[[C, T], Verdict | None],
         *,
-        memory: object = None,
+        ended: Callable[[T, Verdict | None], None] = lambda *_: None,
+        hangs: Callable[[T], int] = lambda _: 0,
+        came_back: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._holder = holder
-        self._chunks = chunks
+        self._take_next = take
         self._call = call
-        self._memory = memory
+        self._ended = ended
+        self._hangs = hangs
+        self._came_back = came_back
         self._custody = Custody()
-        self._faults: dict[int, Verdict] = {}
+        self._taken: tuple[C, T] | None = None
+        self._kept = 0
 
     def run_blocking(self) -> None:
-        for position, chunk in enumerate(self._chunks):
-            if not self._custody.begin():
+        ends_at = time.monotonic() + _JOB_S
+        while True:
+            try:
+                if not self._custody.begin(self._take):
+                    return
+            except IndexError:
                 return
+            assert self._taken is not None
+            chunk, about = self._taken
             is_wanted = False
             try:
-                fault = self._call(position, chunk) if chunk is not None else None
-                if fault is not None:
-                    self._faults[position] = fault
+                fault = self._call(chunk, about)
             finally:
                 is_wanted = self._custody.end()
-                if not is_wanted and chunk is not None:
+                if not is_wanted:
                     self._holder.release(chunk)
+                    self._came_back(self._kept)
             if not is_wanted:
                 return
+            self._ended(about, fault)
+            if time.monotonic() >= ends_at:
+                return
 
-    def give_up(self, error: StorageUnavailable | None = None) -> dict[int, Verdict]:
+    def give_up(self, error: StorageUnavailable | None = None) -> tuple[T, Verdict] | None:
         """Call it once the job's future has ended, with its error if it was overdue.
 
-        The faults by position; those that hang or were not tried have one that says so.
+        The call that hangs, if one does, and its fault.
         """
-        custody = self._custody
-        hangs = custody.give_up(lambda: self._hold(custody.done))
-        # A copy: the thread that hangs may come back at any time.
-        faults = {at: it for at, it in self._faults.copy().items() if at < custody.done}
-        if error is not None:
-            rest = range(custody.done, len(self._chunks))
-            faults.update(dict.fromkeys(rest, Verdict(ChunkStatus.MISS_TIMEOUT, str(error))))
-            chunk = self._chunks[custody.done] if hangs else None
-            if chunk is not None:
-                self._holder.hangs(chunk, faults[custody.done], custody.hangs)
-        return faults
+        if not self._custody.give_up(self._hold):
+            return None
+        assert self._taken is not None
+        assert error is not None, "a job that has ended is in no call"
+        chunk, about = self._taken
+        fault = Verdict(ChunkStatus.MISS_TIMEOUT, str(error))
+        self._holder.hangs(chunk, fault, self._custody.hangs)
+        return about, fault
 
-    def _hold(self, position: int) -> None:
-        chunk = self._chunks[position]
-        if chunk is not None:
-            self._holder.hold(chunk)
+    def _take(self) -> None:
+        self._taken = self._take_next()
+
+    def _hold(self) -> None:
+        assert self._taken is not None
+        chunk, about = self._taken
+        self._holder.hold(chunk)
+        self._kept = self._hangs(about)

@@ -1,49 +1,36 @@
 """The server's side of one fetch: read, verify, send, layer by layer.
 
-Theory of operation. Frames are made in plan order. The head of the window is read inline when its
-bytes are in page cache (the common case: they are then still in the CPU's cache when they are sent,
-and a thread hop would cost a quarter of the throughput). When a read would wait for the disk, the
-frame goes to the fs threads and the window fills up behind it, so that up to `frames_in_flight`
-reads run at once. Frames are verified and sent strictly in order.
+Theory of operation. Frames are made in plan order. One whose bytes are in page cache is read inline
+right before it is sent (the common case: they are then still in the CPU's cache, and a thread hop
+would cost a quarter of the throughput). When a read would wait for the disk, the fetch goes on in
+steps (`format/read_plan.py`): the rest of the layer, then wider and wider runs of layers, read by
+the fs threads (`step_reads.py`), as far ahead as staging memory allows. Once a step would begin
+with what is in page cache, its turn comes when those before it are sent, and it is read inline
+again.
 
-Memory is bounded by `frames_in_flight` frames. A chunk that turns out bad is reported once and left
+Frames are verified and sent strictly in order. A chunk that turns out bad is reported once and left
 out from there on; the others go on.
-
-A read that gives no answer in time takes its chunk out, and for this fetch those behind it in its
-frame. After some `_LATE_MAX` timeouts' worth of such waiting only page cache is read any more: a
-fetch from a hung mount ends in time, whatever it asks for.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from functools import partial
 from typing import Generic
 
 from kvserve.format.frames import FrameHeader
-from kvserve.format.plan import FramePlan, leave_out, plan_runs, runs
+from kvserve.format.plan import FramePlan, leave_out, runs
+from kvserve.format.read_plan import NextStep, ReadPlan, growing_widths, staged_size_bytes
 from kvserve.format.verify import SliceVerifier
 from kvserve.model import ChunkStatus, Layout, Verdict
 from kvserve.transfer.batches import overdue, quiet
 from kvserve.transfer.chunk_job import ChunkJob
-from kvserve.transfer.planes.base import FetchPlane, OutgoingFrame
+from kvserve.transfer.planes.base import FetchPlane
 from kvserve.transfer.ports import C, SliceSource
+from kvserve.transfer.staging import Share, Staging
+from kvserve.transfer.step_reads import ReadPace, StagedFrame, Step, StepReads
 from kvserve.transfer.turns import Turns
-
-_LATE_MAX = 1.5
-
-
-@dataclass(slots=True)
-class _Reading(Generic[C]):
-    """A frame being filled, from position `start` on by `job`; `faults` by position."""
-
-    plan: FramePlan
-    frame: OutgoingFrame
-    faults: dict[int, Verdict]
-    start: int = 0
-    job: ChunkJob[C] | None = None
-    future: "asyncio.Future[None] | None" = None
 
 
 class FetchPump(Generic[C]):
@@ -60,9 +47,10 @@ class FetchPump(Generic[C]):
         *,
         layout: Layout,
         chunks: Sequence[C | None],
-        frame_size_bytes: int,
-        frames_in_flight: int,
+        staging: Staging,
+        pace: ReadPace,
         turns: Turns,
+        widths: Callable[[Callable[[], int]], Iterator[int]] = growing_widths,
     ) -> None:
         self._turns = turns
         self._source = source
@@ -72,124 +60,169 @@ class FetchPump(Generic[C]):
         self._chunks = list(chunks)
         present = [index for index, chunk in enumerate(chunks) if chunk is not None]
         self._runs = list(runs(present))
-        self._frame_size_bytes = frame_size_bytes
-        self._frames_in_flight = frames_in_flight
+        self._staging = staging
+        self._pace = pace
+        self._widths = widths
         self._verifier = SliceVerifier()
-        self._late_s = 0.0
-        self._gave_up: Verdict | None = None
+        self._window: deque[StagedFrame] = deque()
+        self._cold_chunk = 0
+        self._sent_layers = False
+        self._probe = memoryview(bytearray(1))
         self.faults: dict[int, Verdict] = {}
         self.has_read = False
         """A read that was not inline has worked."""
 
     async def run(self, layers: Sequence[int]) -> None:
-        plans = self._plans(layers)
-        window: deque[_Reading[C]] = deque()
-        try:
-            while True:
-                await self._turns.take()
-                # Fill the window only while its head waits for a disk: what is in page cache is
-                # read right before it is sent.
-                while len(window) < self._frames_in_flight and (
-                    not window or window[0].future is not None
-                ):
-                    plan = next(plans, None)
-                    if plan is None:
-                        break
-                    window.append(self._start(plan))
-                if not window:
-                    return
-                await self._finish(window.popleft())
-        finally:
-            # Threads still write into the frames and use the descriptors: wait for them.
-            try:
-                await quiet(it.future for it in window if it.future is not None)
-            finally:
-                for reading in window:
-                    if reading.job is not None and reading.future is not None:
-                        reading.job.give_up(overdue(reading.future))
-
-    def _plans(self, layers: Sequence[int]) -> Iterator[FramePlan]:
-        for layer_index in layers:
-            if not self._runs:
-                return
-            yield from plan_runs(
-                layer_index,
-                self._layout.slice_sizes[layer_index],
-                tuple(self._runs),  # as of now: a chunk that turns bad splits its run
-                frame_size_bytes=self._frame_size_bytes,
-            )
-
-    def _start(self, plan: FramePlan) -> _Reading[C]:
-        frame = self._plane.new_frame(
-            self._header(plan, plan.first_chunk, plan.chunk_count), plan.payload_size_bytes
+        plan = ReadPlan(
+            layers,
+            self._layout.slice_sizes,
+            self._runs,
+            frame_size_bytes=self._staging.frame_size_bytes,
+            widths=self._widths(self._layers_worth),
         )
+        with self._staging.load() as share:
+            reads = StepReads(self._source, self._threads, share, self._pace)
+            try:
+                while True:
+                    await self._turns.take()
+                    if not self._window:
+                        first = plan.next_frame()
+                        if first is None:
+                            return
+                        await share.take_first(staged_size_bytes(first.payload_size_bytes))
+                        self._start(first, plan, reads)
+                    await self._finish(plan, reads)
+            finally:
+                # Threads still write into the frames and use the descriptors: wait for them.
+                await reads.close()
+                self.has_read = reads.has_read
+
+    def _read_ahead(self, plan: ReadPlan, reads: StepReads[C]) -> None:
+        """Starts the next steps while those before them wait for a disk."""
+        share = reads.share
+        while self._may_read_ahead(reads):
+            coming = plan.next_step(self._step_budget(share))
+            if coming is None or coming.size_bytes > share.room_bytes:
+                return
+            if not self._sent_layers and coming.first_layer != coming.last_layer:
+                return  # a wide read would take the first layer's share of the machine
+            if self._is_cached(coming):
+                return  # it is read inline when its turn comes
+            first = plan.next_frame()
+            if first is None:
+                return
+            share.take(staged_size_bytes(first.payload_size_bytes))
+            self._start_step(self._new_frame(first), plan, reads)
+
+    def _may_read_ahead(self, reads: StepReads[C]) -> bool:
+        """One step while the one before it is read and sent: more would only take memory."""
+        last = self._window[-1].step
+        if last is None or reads.gave_up is not None or not reads.wants_more:
+            return False
+        head = self._window[0].step
+        return last is head
+
+    def _is_cached(self, coming: NextStep) -> bool:
+        """Whether a step is in page cache: asked of a chunk that was not, before. Its end, since
+        the system's own readahead comes there last."""
+        index = coming.first_chunk if coming.first_chunk is not None else self._cold_chunk
+        chunk = self._chunks[index]
+        if chunk is None:
+            return False
+        end = self._layout.slice_sizes[coming.last_layer] - 1
+        return self._source.read_cached(chunk, coming.last_layer, end, self._probe)
+
+    def _layers_worth(self) -> int:
+        """So many that reading a chunk's slices takes as long as waiting for the first byte."""
+        sizes = self._layout.slice_sizes
+        return self._pace.bytes_worth() * len(sizes) // sum(sizes)
+
+    def _step_budget(self, share: Share) -> int:
+        # Half: the next step is read while one is sent.
+        return max(share.most_bytes // 2, staged_size_bytes(self._staging.frame_size_bytes))
+
+    def _start(self, first: FramePlan, plan: ReadPlan, reads: StepReads[C]) -> None:
+        """Reads a frame inline, or, if it is not in page cache, starts the step that it begins."""
+        head = self._read_inline(first)
+        if head.start < first.chunk_count and reads.gave_up is None:
+            self._cold_chunk = first.first_chunk + head.start
+            self._start_step(head, plan, reads)
+            return
+        head.faults = {
+            position: reads.gave_up
+            for position in range(head.start, first.chunk_count)
+            if reads.gave_up is not None
+        }
+        self._window.append(head)
+
+    def _start_step(self, head: StagedFrame, plan: ReadPlan, reads: StepReads[C]) -> None:
+        """`head` is counted already."""
+        share = reads.share
+        budget = min(self._step_budget(share) - head.staged_size_bytes, share.room_bytes)
+        step = [head]
+        for following in plan.rest_of_step(budget):
+            step.append(self._new_frame(following))
+            share.take(step[-1].staged_size_bytes)
+        self._window.extend(step)
+        reads.add(Step(step), self._chunks)
+
+    def _new_frame(self, plan: FramePlan) -> StagedFrame:
+        header = self._header(plan, plan.first_chunk, plan.chunk_count)
+        return StagedFrame(plan, self._plane.new_frame(header, plan.payload_size_bytes))
+
+    def _read_inline(self, plan: FramePlan) -> StagedFrame:
+        """The frame, filled up to the first slice that is not in page cache."""
+        staged = self._new_frame(plan)
+        assert staged.frame is not None
+        payload = staged.frame.payload
         size = plan.span.size_bytes
         for position in range(plan.chunk_count):
             chunk = self._chunks[plan.first_chunk + position]
-            into = frame.payload[position * size : (position + 1) * size]
-            if chunk is None:
-                continue  # turned bad since the plan was made; `_finish` leaves it out
-            if not self._source.read_cached(chunk, plan.layer_index, plan.span.start, into):
-                return self._start_job(plan, frame, position)
-        return _Reading(plan, frame, {})
+            into = payload[position * size : (position + 1) * size]
+            # One that turned bad since the plan was made is left out by `_finish`.
+            if chunk is not None and not self._source.read_cached(
+                chunk, plan.layer_index, plan.span.start, into
+            ):
+                break
+            staged.start += 1
+        return staged
 
-    def _start_job(self, plan: FramePlan, frame: OutgoingFrame, start: int) -> _Reading[C]:
-        if self._gave_up is not None:
-            late = range(start, plan.chunk_count)
-            return _Reading(plan, frame, dict.fromkeys(late, self._gave_up))
-        size = plan.span.size_bytes
-        payload = frame.payload
-
-        def read_blocking(position: int, chunk: C) -> Verdict | None:
-            part = payload[(start + position) * size :][:size]
-            return self._source.read_blocking(chunk, plan.layer_index, plan.span.start, part)
-
-        chunks = self._chunks[plan.first_chunk + start : plan.first_chunk + plan.chunk_count]
-        # The job keeps the frame: a read that hangs may write into its memory whenever it ends.
-        job = ChunkJob(self._source, chunks, read_blocking, memory=frame)
-        future = asyncio.get_running_loop().run_in_executor(self._threads, job.run_blocking)
-        return _Reading(plan, frame, {}, start, job, future)
-
-    async def _ended(self, job: ChunkJob[C], future: "asyncio.Future[None]") -> dict[int, Verdict]:
-        """Waits for a job; its faults by position."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        try:
-            await quiet([future])
-        finally:
-            error = overdue(future)
-            faults = job.give_up(error)
-        if error is None:
-            future.result()
-            return faults
-        self._late_s += loop.time() - began
-        if self._late_s > _LATE_MAX * error.timeout_s:
-            self._gave_up = Verdict(ChunkStatus.MISS_TIMEOUT, str(error))
-        return faults
-
-    async def _finish(self, reading: _Reading[C]) -> None:
-        plan, frame, faults = reading.plan, reading.frame, reading.faults
-        if reading.job is not None and reading.future is not None:
-            found = await self._ended(reading.job, reading.future)
-            faults = {reading.start + position: fault for position, fault in found.items()}
-            self.has_read = self.has_read or len(found) < plan.chunk_count - reading.start
+    async def _finish(self, ahead: ReadPlan, reads: StepReads[C]) -> None:
+        """Sends the head of the window once it is read."""
+        staged = self._window[0]
+        plan, share = staged.plan, reads.share
+        faults = await reads.until_read(staged, partial(self._read_ahead, ahead, reads))
+        self._window.popleft()
+        frame, staged.frame = staged.frame, None
+        assert frame is not None, "a frame is sent once"
         good = [
             position
             for position in range(plan.chunk_count)
-            if await self._is_good(plan, position, frame.payload, faults)
+            if await self._is_good(plan, position, frame.payload, faults, reads)
         ]
         if len(good) == plan.chunk_count:
             await self._plane.send(frame)
-            return
-        # The rare case of a bad slice inside the frame: the good ones go out one by one.
-        size = plan.span.size_bytes
-        for position in good:
-            single = self._plane.new_frame(self._header(plan, plan.first_chunk + position, 1), size)
-            single.payload[:] = frame.payload[position * size : (position + 1) * size]
-            await self._plane.send(single)
+        else:
+            # The rare case of a bad slice inside the frame: the good ones go out one by one.
+            size = plan.span.size_bytes
+            share.take(staged_size_bytes(size))
+            for position in good:
+                header = self._header(plan, plan.first_chunk + position, 1)
+                single = self._plane.new_frame(header, size)
+                single.payload[:] = frame.payload[position * size : (position + 1) * size]
+                await self._plane.send(single)
+            share.give(staged_size_bytes(size))
+        self._sent_layers |= not self._window or self._window[0].step is not staged.step
+        if not staged.is_kept:
+            share.give(staged.staged_size_bytes)
 
     async def _is_good(
-        self, plan: FramePlan, position: int, payload: memoryview, faults: dict[int, Verdict]
+        self,
+        plan: FramePlan,
+        position: int,
+        payload: memoryview,
+        faults: dict[int, Verdict],
+        reads: StepReads[C],
     ) -> bool:
         chunk_index = plan.first_chunk + position
         chunk = self._chunks[chunk_index]
@@ -212,16 +245,27 @@ class FetchPump(Generic[C]):
         leave_out(self._runs, chunk_index)
         self.faults[chunk_index] = fault
         if fault.status is ChunkStatus.MISS_CORRUPT:
-            rejecting = ChunkJob(self._source, [chunk], self._reject_blocking)
-            loop = asyncio.get_running_loop()
-            await self._ended(
-                rejecting, loop.run_in_executor(self._threads, rejecting.run_blocking)
-            )
+            await self._reject(chunk, reads)
         await self._plane.miss(chunk_index, fault)
         return False
 
-    def _reject_blocking(self, position: int, chunk: C) -> None:
-        self._source.reject_blocking(chunk)
+    async def _reject(self, chunk: C, reads: StepReads[C]) -> None:
+        def reject_blocking(chunk: C, about: None) -> None:
+            self._source.reject_blocking(chunk)
+
+        loop = asyncio.get_running_loop()
+        job = ChunkJob(self._source, deque([(chunk, None)]).popleft, reject_blocking)
+        began = loop.time()
+        future = loop.run_in_executor(self._threads, job.run_blocking)
+        try:
+            await quiet([future])
+        finally:
+            error = overdue(future)
+            job.give_up(error)
+        if error is None:
+            future.result()
+        else:
+            reads.note_late(error, began)
 
     def _header(self, plan: FramePlan, first_chunk: int, chunk_count: int) -> FrameHeader:
         checksums = b""

@@ -5,6 +5,9 @@ from typing import Protocol, TypeVar
 
 from kvserve.model import Verdict
 
+Piece = tuple[int, int, memoryview]
+"""Layer index, offset in the slice, and where the bytes of the slice from there on go."""
+
 
 class StoredChunk(Protocol):
     """A chunk that is open for reading; `checksums` by layer index."""
@@ -38,10 +41,8 @@ class SliceSource(ChunkHolder[C_contra], Protocol[C_contra]):
     ) -> bool:
         """Fills `into` only if that needs no waiting; True if it did."""
 
-    def read_blocking(
-        self, chunk: C_contra, layer_index: int, slice_offset: int, into: memoryview
-    ) -> Verdict | None:
-        """Fills `into`; a miss if the file ends early or cannot be read."""
+    def read_blocking(self, chunk: C_contra, pieces: Sequence[Piece]) -> Verdict | None:
+        """Fills all the pieces; a miss if the file ends early or cannot be read."""
 
     def reject_blocking(self, chunk: C_contra) -> None:
         """The chunk failed a check: nobody may find it again."""

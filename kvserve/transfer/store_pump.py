@@ -1,14 +1,15 @@
 """The server's side of one store: frames in, slices to their files, chunks published at the end.
 
 Theory of operation. The rpc feeds frames as they come. Each is checked by the session at once and
-queued; at most `frames_in_flight` are unwritten, then `feed` waits and gRPC's flow control holds
-the client back. Up to two jobs on the fs threads write what is queued until nothing is, so a busy
-store costs no thread hop per frame (two, since each waits for Python's lock after every write);
-when frames come again there is a new job. Layers are reported by a task of their own, so that a
-prefill that waits for the report of a layer is never stuck behind its own next layer. A chunk whose
-write fails is dropped and reported; the others go on. So is one whose write gives no answer in
-time: the writes behind it go to a new job. A second such chunk ends the store: the mount hangs.
-Without space the last chunks make room for the first (`room.py`).
+queued; at most `frames_in_flight` are unwritten, or fewer where staging memory is short, then
+`feed` waits and gRPC's flow control holds the client back. Up to two jobs on the fs threads write
+what is queued until nothing is, so a busy store costs no thread hop per frame (two, since each
+waits for Python's lock after every write); when frames come again there is a new job. Layers are
+reported by a task of their own, so that a prefill that waits for the report of a layer is never
+stuck behind its own next layer. A chunk whose write fails is dropped and reported; the others go
+on. So is one whose write gives no answer in time: the writes behind it go to a new job. A second
+such chunk ends the store: the mount hangs. Without space the last chunks make room for the first
+(`room.py`).
 """
 
 import asyncio
@@ -21,11 +22,13 @@ from typing import Any
 
 from kvserve.errors import KvserveError, StorageFull, StorageUnavailable
 from kvserve.format.frames import FrameHeader
+from kvserve.format.read_plan import staged_size_bytes
 from kvserve.fs.custody import Custody
 from kvserve.model import ChunkStatus, Verdict
 from kvserve.transfer.batches import Late, in_batches, overdue, quiet
 from kvserve.transfer.ports import SliceSink
 from kvserve.transfer.room import Room
+from kvserve.transfer.staging import Share
 from kvserve.transfer.store_session import SliceWrite, StoreSession
 
 log = logging.getLogger(__name__)
@@ -129,12 +132,14 @@ class StorePump:
         *,
         layer_stored: Callable[[int], Awaitable[None]],
         frames_in_flight: int,
+        share: Share,
     ) -> None:
         self._session = session
         self._writer = writer
         self._threads = threads
         self._layer_stored = layer_stored
         self._frames_in_flight = frames_in_flight
+        self._share = share
         # Filled by the loop, emptied by the job: a deque's ends are safe for that.
         self._queue: deque[_Frame] = deque()
         self._unwritten = 0
@@ -173,10 +178,15 @@ class StorePump:
         self._unwritten_of[layer_index] = self._unwritten_of.get(layer_index, 0) + 1
         if completes:
             self._whole_layers.add(layer_index)
-        self._queue.append((writes, layer_index, written))
+        size = staged_size_bytes(len(payload))
+        self._share.take(size)
+        self._queue.append((writes, layer_index, partial(self._written, size, written)))
         if self._jobs < _JOBS_MAX:
             self._start_job()
-        while self._unwritten >= self._frames_in_flight:
+        # With nothing unwritten a store may always take a frame; fetches wait for it then.
+        while self._unwritten >= self._frames_in_flight or (
+            self._unwritten and self._share.room_bytes < size
+        ):
             self._room.clear()
             await self._room.wait()
             self._check()
@@ -212,9 +222,16 @@ class StorePump:
         if reporter is not None:
             # Not cancelled: its write would go on inside gRPC, and a status sent beside it is lost.
             waits.append(reporter)
-        await quiet(waits)
-        if reporter is not None and not reporter.cancelled() and reporter.exception() is not None:
-            log.debug("nobody was told of the last layers: %r", reporter.exception())
+        try:
+            await quiet(waits)
+        finally:
+            # Also if this is cancelled meanwhile: asyncio complains of errors nobody looks at.
+            if reporter is not None and not reporter.cancelled() and reporter.exception():
+                log.debug("nobody was told of the last layers: %r", reporter.exception())
+
+    def _written(self, size_bytes: int, written: Callable[[], None]) -> None:
+        written()
+        self._share.give(size_bytes)
 
     def _check(self) -> None:
         """Raises what makes it pointless to go on."""

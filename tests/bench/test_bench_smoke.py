@@ -8,8 +8,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from typer.testing import CliRunner
 
 from kvserve import nixl_agent
+from kvserve.bench.planes import GEOMETRIES
+from kvserve.bench.unit import WorkUnit
+from kvserve.cli.bench import bench as bench_commands
 
 TINY = ("--chunks", "4", "--layers", "2", "--slice-bytes", "16384")
 SIZE_BYTES = 4 * 2 * 16384
@@ -18,12 +22,18 @@ MACHINE = {
 }
 
 
+PLANES_BARS = [
+    *(f"kvserve_stream_{plane} speed" for plane in ("shm", "tcp", "grpc")),
+    *(f"kvserve_stream_{plane} first layer" for plane in ("tcp", "shm")),
+]
+
+
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "kvserve", "bench", *arguments],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=110,
         check=False,
     )
 
@@ -104,7 +114,7 @@ def test_store(tmp_path: Path) -> None:
 def test_planes(tmp_path: Path) -> None:
     report = bench_json(tmp_path, "planes", *TINY, "--repeats", "2")
     requests = {case["name"]: case["requests"] for case in report["cases"]}
-    ours = [name for name in requests if name.startswith("kvserve")]
+    verified = [name for name in requests if name != "tcp_constant"]
     if nixl_agent.is_installed():
         assert requests.pop("kvserve_stream_nixl") == 1
         assert requests.pop("kvserve_by_layer_sequential_nixl") == 2
@@ -115,22 +125,106 @@ def test_planes(tmp_path: Path) -> None:
         "kvserve_by_layer_sequential_shm": 2,
         "kvserve_by_layer_sequential_tcp": 2,
         "kvserve_by_layer_sequential_grpc": 2,
+        "shm_files": 1,
         "tcp_files": 1,
+        "grpc_files": 1,
         "tcp_constant": 1,
     }
     for case in report["cases"]:
-        check_case(case, 2, {"tcp_files", "tcp_constant"})
-    assert report["verified_cases"] == ours
-    assert [bar["name"] for bar in report["bars"]] == ["kvserve_stream_tcp speed"]
+        check_case(case, 2, {"shm_files", "tcp_files", "grpc_files", "tcp_constant"})
+    assert report["verified_cases"] == verified
+    assert [bar["name"] for bar in report["bars"]] == PLANES_BARS
+
+
+def test_planes_of_several_geometries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command itself, in this process, so that the units can be tiny. Slices of 18 KiB: no
+    frame is as large as a layer, and no payload a whole number of frames."""
+    assert (GEOMETRIES["mla"].layer_count, GEOMETRIES["mla"].slice_size_bytes) == (61, 18 << 10)
+    for name, unit in (("mla", WorkUnit(70, 2, 18 << 10)), ("large", WorkUnit(2, 2, 1 << 20))):
+        monkeypatch.setitem(GEOMETRIES, name, unit)
+    output, plot = tmp_path / "report.json", tmp_path / "plot.svg"
+    names = ("--geometry", "mla", "--geometry", "large", "--geometry", "mla")
+    files = ("--output", str(output), "--plot", str(plot))
+    ended = CliRunner().invoke(bench_commands, ["planes", *names, "--repeats", "1", *files])
+    assert ended.exit_code == 0, ended.output
+    report = json.loads(output.read_text("utf-8"))
+    units = {name: of_one["unit"] for name, of_one in report["geometries"].items()}
+    assert [*units] == ["mla", "large"]
+    assert units["large"]["slice_size_bytes"] == 1 << 20
+    for of_one in report["geometries"].values():
+        assert [bar["name"] for bar in of_one["bars"]] == PLANES_BARS
+    labels = "".join(ElementTree.parse(plot).getroot().itertext())
+    assert "mla: kvserve tcp, 1 request" in labels
+    assert "large: bare shm, same files" in labels
+
+
+def test_an_unknown_geometry() -> None:
+    ended = bench("planes", "--geometry", "mga")
+    assert ended.returncode == 1
+    assert "--geometry mga must be all, default or small or large or mla" in ended.stderr
+
+
+@pytest.mark.timeout(120)  # a dozen processes, one after the other
+def test_concurrency(tmp_path: Path) -> None:
+    crowds = ("--clients", "3", "--clients", "1", "--workers", "1", "--workers", "2")
+    report = bench_json(
+        tmp_path, "concurrency", *TINY, *crowds, "--seconds", "0.1", "--repeats", "1"
+    )
+    rows = {row["name"]: row for row in report["rows"]}
+    assert [*rows] == [
+        *(
+            f"{plane}_{workers}_workers_{clients}_clients"
+            for workers in (1, 2)
+            for plane in ("shm", "tcp", "grpc")
+            for clients in (1, 3)
+        ),
+        "bare_1_workers_1_clients",
+        "bare_1_workers_3_clients",
+    ]
+    for row in rows.values():
+        assert 0 < row["gb_per_s_median"] <= row["gb_per_s_best"]
+        assert 0 < row["of_peak"] <= 1
+        assert 0 < row["slowest_of_fastest"] <= 1
+        assert row["clients"] > 1 or row["slowest_of_fastest"] == 1
+        assert row["server_peak_bytes"] > 1 << 20
+        assert row["is_ceiling"] == (row["plane"] == "bare")
+    for plane in ("shm", "tcp", "grpc"):
+        one, two = (rows[f"{plane}_{workers}_workers_3_clients"] for workers in (1, 2))
+        assert two["server_peak_bytes"] > 1.5 * one["server_peak_bytes"], "both processes count"
+        assert two["of_fewest_workers"] == pytest.approx(
+            two["gb_per_s_median"] / one["gb_per_s_median"]
+        )
+    assert [line.partition(":")[0] for line in report["scaling"]] == ["shm", "tcp", "grpc"]
+    assert [bar["name"] for bar in report["bars"]] == [
+        f"{plane}, {workers}: {what}"
+        for workers in ("1 worker", "2 workers")
+        for plane in ("shm", "tcp", "grpc")
+        for what in ("throughput", "clients")
+    ]
+
+
+def test_concurrency_for_people(tmp_path: Path) -> None:
+    plot = tmp_path / "plot.svg"
+    crowds = ("--clients", "2", "--seconds", "0.1", "--repeats", "1", "--plot", str(plot))
+    ended = bench("concurrency", *TINY, *crowds)
+    assert (ended.returncode, ended.stderr) == (0, ""), "nobody complains at the end"
+    assert "kvserve shm, 2 clients" in ended.stdout
+    labels = "".join(ElementTree.parse(plot).getroot().itertext())
+    assert "bare TCP, 2 clients" in labels
+
+
+@pytest.mark.parametrize("plane", ["grpc", "shm"])
+@pytest.mark.parametrize("command", ["fetch", "store"])
+def test_a_plane_by_name(command: str, plane: str, tmp_path: Path) -> None:
+    ended = bench(command, *TINY, "--repeats", "1", "--root", str(tmp_path), "--plane", plane)
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize("command", ["fetch", "store"])
-def test_a_plane_by_name(command: str, tmp_path: Path) -> None:
-    ended = bench(command, *TINY, "--repeats", "1", "--root", str(tmp_path), "--plane", "grpc")
-    assert ended.returncode == 0, ended.stderr
+def test_a_plane_that_nobody_knows(command: str) -> None:
     ended = bench(command, *TINY, "--plane", "rdma")
     assert ended.returncode == 1
-    assert "--plane rdma must be auto, shm or nixl or tcp or grpc" in ended.stderr
+    assert "--plane rdma must be one of auto, shm, nixl, tcp, grpc" in ended.stderr
 
 
 def test_lookup(tmp_path: Path) -> None:
@@ -194,7 +288,9 @@ def test_table_files_and_check(tmp_path: Path) -> None:
     assert ElementTree.parse(plot).getroot().tag == "{http://www.w3.org/2000/svg}svg"
 
 
-@pytest.mark.parametrize("command", ["fetch", "store", "planes", "lookup", "metadata"])
+@pytest.mark.parametrize(
+    "command", ["fetch", "store", "planes", "concurrency", "lookup", "metadata"]
+)
 def test_a_root_that_is_not_there(command: str, tmp_path: Path) -> None:
     ended = bench(command, "--root", str(tmp_path / "absent"))
     assert ended.returncode == 1

@@ -7,7 +7,7 @@ import pytest
 
 from kvserve.bench.grpc_ceiling import frame_size_bytes
 from kvserve.bench.measure import Meter, Usage, cpu_s, memory
-from kvserve.bench.report import ServerGrowth, growth_bar, ratio_bar, summarise
+from kvserve.bench.report import ServerGrowth, first_layer_bar, growth_bar, ratio_bar, summarise
 from kvserve.bench.rounds import Case, Sample, Timing, run_rounds
 from kvserve.bench.unit import WorkUnit
 
@@ -111,6 +111,23 @@ def test_ratios_are_of_medians_and_of_ceilings_only() -> None:
     assert rows[1].server is None
     assert ratio_bar(rows, "kvserve", "grpc", 0.5).passed
     assert not ratio_bar(rows, "kvserve", "grpc", 0.51).passed
+
+
+@pytest.mark.parametrize(
+    ("took_s", "ceiling_s", "passed"),
+    [(0.003, 0.001, True), (0.0031, 0.001, False), (0.0031, 0.0016, True), (0.004, 0.0019, False)],
+)
+def test_the_first_layer_within_its_time_or_twice_the_ceilings(
+    took_s: float, ceiling_s: float, passed: bool
+) -> None:
+    usage = Usage(0.1, 10, 1)
+    ours, ceiling = Recorded("kvserve", []), Recorded("tcp", [], is_ceiling=True)
+    samples = {
+        "kvserve": [Sample(Timing(1.0, took_s), usage, usage)],
+        "tcp": [Sample(Timing(1.0, ceiling_s), usage, usage)],
+    }
+    rows = summarise([ours, ceiling], samples, size_bytes=10**9)
+    assert first_layer_bar(rows, "kvserve", "tcp", 3.0).passed is passed
 
 
 @pytest.mark.parametrize(("large_mib", "passed"), [(20, True), (42, True), (43, False)])

@@ -28,7 +28,8 @@ from tests.care.damaged_tree import (
     place,
     temp_beside,
 )
-from tests.contract.store_tree import Tree, open_files
+from tests.contract.store_tree import Tree
+from tests.descriptors import open_files
 from tests.unit.samples import descriptor_of, slice_of
 
 FS = PosixFileSystem()

@@ -40,7 +40,7 @@ def evict(root: Path, *more: str, code: int = 0) -> dict[str, object]:
 
 
 def test_a_pinned_chunk_is_not_evicted(root: Path, descriptor: Path, at: tuple[str, str]) -> None:
-    assert "1 of 1" in kvserve("pin", str(descriptor), *at).stdout
+    assert kvserve("pin", str(descriptor), *at).stdout == "pin: 1 of 1 chunks\n"
     assert evict(root, "--tenant", "default")["chunks"] == 0
     kvserve("unpin", str(descriptor), *at)
     assert evict(root, "--tenant", "default", "--dry-run")["chunks"] == 1
@@ -50,7 +50,8 @@ def test_a_pinned_chunk_is_not_evicted(root: Path, descriptor: Path, at: tuple[s
     deadline = time.monotonic() + 10
     while "1 MISS_EVICTED" not in kvserve("lookup", str(descriptor), *at).stdout:
         assert time.monotonic() < deadline
-    assert "0 of 1" in kvserve("pin", str(descriptor), *at, code=1).stdout
+    none = kvserve("pin", str(descriptor), *at, code=1).stdout
+    assert none == "pin: 0 of 1 chunks; the others are not stored\n"
     assert sorted(path.name for path in (root / ".servers").iterdir()) != []
 
 
@@ -60,7 +61,9 @@ def test_a_leased_chunk_is_not_evicted(root: Path, descriptor: Path, at: tuple[s
     assert found["leased_chunks"] == 1
     report = evict(root, "--older-than", "0s")
     assert (report["chunks"], report["held"]) == (0, 1)
-    assert "1 chunks given free" in kvserve("release", "request-1", *at).stdout
+    released = kvserve("release", "request-1", *at, "--timeout-s", "10", "--json").stdout
+    assert json.loads(released) == {"command": "release", "released_chunks": 1}
+    assert "0 chunks given free" in kvserve("release", "request-1", *at).stdout
     deadline = time.monotonic() + 10
     while evict(root, "--older-than", "0s")["chunks"] != 1:
         assert time.monotonic() < deadline, "the release was told to nobody"
@@ -76,6 +79,9 @@ def test_age_and_tenant_choose(root: Path, at: tuple[str, str], server: ServerPr
     report = evict(root, "--tenant", "default", "--older-than", "1d")
     assert (report["chunks"], report["size_bytes"]) == (1, 131_072 + 65_536)
     assert not chunk.exists()
+    again = kvserve("evict", "--root", str(root), "--tenant", "default")
+    assert again.stdout == "evicted 0 chunks, 0 bytes\n", "said once"
+    assert again.stderr == "", "the moving line is for terminals"
 
 
 def test_everything_is_not_evicted_by_mistake(root: Path, tmp_path: Path) -> None:

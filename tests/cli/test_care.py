@@ -12,10 +12,12 @@ from typer.testing import CliRunner, Result
 from kvserve.cli import app, care
 from kvserve.errors import InvalidRequest
 from kvserve.format.chunk_file import checksum
+from kvserve.fs import PosixFileSystem
 from kvserve.model import Descriptor
 from tests.care.damaged_tree import damage, good_tree, place, temp_beside
 from tests.cli.test_commands import kvserve
 from tests.contract.store_tree import Tree
+from tests.unit.fs.recorded_lfs import RecordedLfs
 from tests.unit.samples import SMALL, descriptor_of, identity_of, slice_of
 
 
@@ -86,6 +88,18 @@ class TestFsck:
     def test_nothing_to_resume_is_said(self, tree: Tree) -> None:
         ended = here("fsck", "--root", str(tree.root), "--resume")
         assert "nothing to resume" in ended.stderr
+
+    def test_du_on_lustre_shows_each_storage_target(
+        self, tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lfs = RecordedLfs(tmp_path / "bin")
+        monkeypatch.setenv("PATH", lfs.path)
+        monkeypatch.setattr(PosixFileSystem, "kind", lambda *_: "lustre")
+        report = json.loads(here("du", "--root", str(tree.root), "--json").stdout)
+        assert [it["name"] for it in report["targets"]] == ["MDT:0", "OST:0", "OST:1", "OST:3"]
+        assert "98 %" in here("du", "--root", str(tree.root)).stdout
+        lfs.refuses("df", "lfs df: no such mount")
+        assert "no such mount" in here("du", "--root", str(tree.root)).output
 
     @pytest.mark.parametrize("command", ["fsck", "du", "ls"])
     def test_a_root_that_is_missing_or_no_directory_is_2(

@@ -14,6 +14,7 @@ class TestMine(FileSystemContract):
 tested each by itself and a pair of opposite mistakes cannot cancel out.
 """
 
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -70,6 +71,19 @@ class FileSystemContract(ABC):
         assert 0 <= fs.full_retries <= 3
 
     # open_read
+
+    def test_open_read_of_a_fifo_does_not_wait_for_a_writer(
+        self, fs: FileSystem, tree: str
+    ) -> None:
+        try:
+            os.mkfifo(f"{tree}/fifo")
+        except OSError:
+            pytest.skip("a tree without FIFOs")
+        fd = fs.open_read(f"{tree}/fifo")
+        assert fd is not None
+        with pytest.raises(StorageUnavailable):
+            fs.read_into(fd, memoryview(bytearray(8)), 0)
+        fs.close(fd)
 
     def test_open_read_of_a_missing_file_is_none(self, fs: FileSystem, tree: str) -> None:
         assert fs.open_read(f"{tree}/absent") is None
@@ -189,6 +203,20 @@ class FileSystemContract(ABC):
         self.put(f"{tree}/file", KV)
         assert fs.read_into(reading(f"{tree}/file"), memoryview(b""), 0) == 0
 
+    def test_read_parts_fills_any_number_of_buffers_in_order(
+        self, fs: FileSystem, tree: str, reading: Callable[[str], int]
+    ) -> None:
+        """More than one system call takes, some of them empty."""
+        self.put(f"{tree}/file", KV)
+        fd = reading(f"{tree}/file")
+        for size in (1, 0, 7, len(KV)):
+            buffers = [bytearray(size) for _ in range(2500)]
+            got = fs.read_parts(fd, [memoryview(it) for it in buffers], 3)
+            assert got == min(2500 * size, len(KV) - 3)
+            assert b"".join(buffers)[:got] == KV[3 : 3 + got]
+        assert fs.read_parts(fd, [], 0) == 0
+        assert fs.read_parts(fd, [memoryview(bytearray(9))], len(KV)) == 0
+
     def test_one_descriptor_is_read_by_many_threads_at_once(
         self, fs: FileSystem, tree: str, reading: Callable[[str], int]
     ) -> None:
@@ -216,6 +244,8 @@ class FileSystemContract(ABC):
         fs.close(fd)
         with pytest.raises(StorageUnavailable, match=r"read .*: EBADF"):
             fs.read_into(fd, memoryview(bytearray(1)), 0)
+        with pytest.raises(StorageUnavailable):
+            fs.read_parts(fd, [memoryview(bytearray(1))], 0)
 
     # read_cached
 

@@ -98,7 +98,7 @@ class Tree:
     def read_open(self, chunk: OpenChunk, layer: int) -> bytes | Verdict:
         """One slice as a transfer gets it: verified, or why not."""
         buffer = bytearray(SIZES[layer])
-        fault = self.store.read_blocking(chunk, layer, 0, memoryview(buffer))
+        fault = self.store.read_blocking(chunk, [(layer, 0, memoryview(buffer))])
         if fault is not None:
             return fault
         if checksum(buffer) != chunk.checksums[layer]:

@@ -10,6 +10,7 @@ import pytest
 from kvserve.errors import StorageUnavailable
 from kvserve.fs import PosixFileSystem
 from kvserve.model import ChunkStatus, Verdict
+from kvserve.policy.quota import Amount, total_of
 from tests.contract.store_tree import ABSENT, HIT, SIZES, Tree
 from tests.descriptors import open_files
 from tests.unit.samples import HYBRID, descriptor_of, slice_of
@@ -68,6 +69,26 @@ class TestDamage:
         assert found.message
         assert tree.is_whole(0)
         assert tree.is_whole(2)
+
+    def test_a_fifo_in_its_place_is_a_miss_and_the_next_put_heals_it(self, tree: Tree) -> None:
+        tree.put(0)
+        tree.file(0).unlink()
+        os.mkfifo(tree.file(0))
+        found = tree.read(0)
+        assert isinstance(found, Verdict)
+        assert found.status is ChunkStatus.MISS_ERROR
+        tree.put(0)
+        assert tree.file(0).is_file()
+
+    def test_a_file_that_has_grown_counts_as_a_chunk_when_it_is_set_aside(self, tree: Tree) -> None:
+        tree.put(0, 1)
+        flip(60)(tree.file(0))
+        os.truncate(tree.file(0), 1 << 40)
+        before = total_of(tree.ledger.usage())
+        assert isinstance(tree.open(0), Verdict)
+        assert not tree.file(0).exists()
+        gone = before - total_of(tree.ledger.usage())
+        assert gone == Amount(tree.where.geometry.file_size_bytes, 1)
 
     @pytest.mark.parametrize(
         "name", [name for name in DAMAGE if not re.search("slice|after|version", name)]

@@ -11,8 +11,9 @@ import pytest
 
 from kvserve.errors import StorageUnavailable
 from kvserve.model import ChunkStatus, Verdict
-from kvserve.policy.quota import Amount, Pressure
+from kvserve.policy.quota import Amount, Pressure, total_of
 from kvserve.store import evict as evict_module
+from kvserve.store.counted_size import BELIEVED_SIZE_BYTES_MAX
 from kvserve.store.departures import LEAVING_S_MAX
 from kvserve.store.evict import EvictionResult
 from kvserve.store.open_chunks import OpenChunk
@@ -358,6 +359,26 @@ class TestWhatOthersSee:
             assert isinstance(chunk, OpenChunk)
             by.tree.store.open_chunks.release(chunk)
         check_usage(server)
+
+    @pytest.mark.parametrize("chunks", [1, 2, 3])
+    def test_a_file_that_is_far_too_long_does_not_mislead(self, start: Start, chunks: int) -> None:
+        """A hole of a terabyte: all the others would have to go to make room for it."""
+        server = start("aB3", chunks=chunks)
+        server.put()
+        true = Amount(chunks * server.where.geometry.file_size_bytes, chunks)
+        os.truncate(server.where.path(0), 1 << 40)
+        assert total_of(count_tree(server)) == true
+        check_usage(server)
+        server.evict()
+        assert server.there() == set()
+        assert total_of(server.tree.ledger.usage()) == Amount()
+
+    def test_a_file_that_is_far_too_long_and_no_chunk_counts_for_little(self, start: Start) -> None:
+        server = start("aB3", chunks=1)
+        server.put()
+        Path(server.where.path(0)).write_bytes(b"#!/bin/sh")
+        os.truncate(server.where.path(0), 1 << 40)
+        assert total_of(count_tree(server)) == Amount(BELIEVED_SIZE_BYTES_MAX, 1)
 
     def test_files_of_the_dead_go_when_nothing_in_them_counts(self, start: Start) -> None:
         server, dead = start("aB3"), start("bC4")

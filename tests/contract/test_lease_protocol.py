@@ -140,7 +140,9 @@ class Crowd:
             self.promised[owner] = before
 
     def leasing(self, by: EvictingServer) -> None:
-        for request in self.random.choices("rst", k=4):
+        for letter in self.random.choices("rst", k=4):
+            # Of its own: a release anywhere is one everywhere.
+            request = f"{letter} at {by.tree.owner.tag}"
             if self.random.random() < 0.3:
                 self.promised.pop((by.tree.owner.tag, request), None)
                 by.release(request)

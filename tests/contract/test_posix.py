@@ -12,6 +12,7 @@ import pytest
 from kvserve.errors import Overloaded, QuotaExceeded, StorageFull, StorageUnavailable
 from kvserve.fs import FileSystem, PosixFileSystem
 from kvserve.testing.faulty_fs import CHANGING, READING, FaultyFileSystem
+from kvserve.testing.slow_fs import SlowFileSystem
 from tests.contract.file_system_contract import KV, FileSystemContract
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -54,6 +55,16 @@ class TestFaulty(OnDisk):
 @pytest.mark.skipif(
     not os.access(SHARED_MEMORY, os.W_OK), reason="no writable tmpfs at /dev/shm on this machine"
 )
+class TestSlow(OnDisk):
+    @pytest.fixture
+    def fs(self) -> FileSystem:
+        return SlowFileSystem(0.0001)
+
+    @pytest.fixture
+    def tree(self, tmp_path: Path) -> str:
+        return str(tmp_path)
+
+
 class TestPosixInMemory(OnDisk):
     """tmpfs refuses RWF_NOWAIT and never waits for a device."""
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from kvserve.errors import StorageFull, StorageUnavailable
 from kvserve.fs import PosixFileSystem
 from kvserve.model import Verdict
 from kvserve.testing.faulty_fs import FaultyFileSystem
+from kvserve.testing.stepped_fs import Actor, SteppedFileSystem
 from tests.contract.store_tree import ABSENT, HIT, SIZES, Tree
 from tests.descriptors import open_files
 from tests.unit.samples import slice_of
@@ -119,6 +121,26 @@ class TestPublishing:
         tree.put(0)
         assert tree.read_open(chunk, 1) == slice_of(1, 0, SIZES[1])
         tree.store.open_chunks.release(chunk)
+
+    def test_a_pin_that_comes_while_a_writer_replaces_its_chunk_stays(self, tmp_path: Path) -> None:
+        """At whatever step of the replacement it comes."""
+        plain = PosixFileSystem()
+        for steps in range(1, 1000):
+            stepped = SteppedFileSystem()
+            tree = Tree(tmp_path / str(steps), fs=stepped)
+            tree.put(0)
+            writer = tree.begin(0)
+            with Actor(stepped, partial(writer.commit_blocking, tree.sums(0))) as commit:
+                has_ended = commit.run(steps) < steps
+                plain.mark(str(tree.file(0)), is_marked=True)
+                commit.run()
+            found = plain.stat(str(tree.file(0)))
+            assert found is not None
+            assert found.is_marked, steps
+            assert tree.is_whole(0)
+            if has_ended:
+                return
+        pytest.fail("the commit does not end")
 
     def test_another_store_on_the_tree_sees_it_at_once(self, tree: Tree) -> None:
         """B8: stored means readable from another node."""

@@ -1,6 +1,7 @@
 """A descriptor that went bad under a reader (evicted client, lost mount) is replaced once."""
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,11 @@ class EvictedFileSystem(FaultyFileSystem):
         if fd in self.broken:
             raise StorageUnavailable(f"read {fd}: {self.errno_name}")
         return super().read_into(fd, into, offset)
+
+    def read_parts(self, fd: int, parts: Sequence[memoryview], offset: int) -> int:
+        if fd in self.broken:
+            raise StorageUnavailable(f"read {fd}: {self.errno_name}")
+        return super().read_parts(fd, parts, offset)
 
     def read_cached(self, fd: int, into: memoryview, offset: int) -> int | None:
         return None if fd in self.broken else super().read_cached(fd, into, offset)

@@ -45,7 +45,7 @@ def test_the_store_serves_it(golden: GoldenChunk, tmp_path: Path) -> None:
     assert isinstance(chunk, OpenChunk)
     for layer_index, payload in enumerate(golden.payloads()):
         buffer = bytearray(len(payload))
-        assert store.read_blocking(chunk, layer_index, 0, memoryview(buffer)) is None
+        assert store.read_blocking(chunk, [(layer_index, 0, memoryview(buffer))]) is None
         assert buffer == payload
         assert checksum(buffer) == chunk.checksums[layer_index]
     store.open_chunks.release(chunk)

@@ -93,7 +93,7 @@ class StoreMachine(RuleBasedStateMachine):
         slices = []
         for layer in LAYERS:
             buffer = bytearray(SMALL.slice_sizes[layer])
-            fault = store.read_blocking(chunk, layer, 0, memoryview(buffer))
+            fault = store.read_blocking(chunk, [(layer, 0, memoryview(buffer))])
             if fault is None and checksum(buffer) != chunk.checksums[layer]:
                 fault = Verdict(ChunkStatus.MISS_CORRUPT, "checksum")
             if fault is not None:

@@ -122,7 +122,8 @@ class TestCap:
             verdicts = (await handle.finish()).verdicts
         statuses = [it.status for it in verdicts]
         assert statuses == [ChunkStatus.STORED] * 10 + [ChunkStatus.NO_SPACE] * 54
-        assert "eviction" in verdicts[10].message
+        limit = f"the tree may hold {10 * FILE_SIZE} bytes (capacity.size_bytes_max)"
+        assert verdicts[10].message == f"no room: {limit}; retry when eviction has made some"
 
     async def test_what_is_being_written_counts(self, start_server: StartServer) -> None:
         server = await start_server(capacity={"files_max": 3})

@@ -5,7 +5,6 @@ the client's region once the fetch has ended, whenever the file call comes back.
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import closing
 from dataclasses import dataclass
 
 import pytest
@@ -66,7 +65,7 @@ async def test_a_read_that_comes_back_late_writes_into_nobody_s_memory(
     hung: Hung, plane: str
 ) -> None:
     async with AsyncClient(hung.server.address, timeout_s=20, plane=plane) as client:
-        with closing(SharedRegion(SLOW.payload_size_bytes)) as region:
+        with SharedRegion(SLOW.payload_size_bytes) as region:
             # The file is open: what hangs is the read of a slice.
             assert (await client.fetch(SLOW, region).wait()).is_whole
             hung.hang("read_into")
@@ -77,7 +76,9 @@ async def test_a_read_that_comes_back_late_writes_into_nobody_s_memory(
             region.view[:] = b"\xaa" * SLOW.payload_size_bytes
             assert hung.server.data_port is not None
             buffers = hung.server.data_port.buffers
-            kept = [buffers.take() for _ in range(len(buffers._kept))]
+            kept = [
+                buffers.take(size) for size, of_it in buffers._kept.items() for _ in list(of_it)
+            ]
             for buffer in kept:
                 buffer[:] = b"\xaa" * len(buffer)
             await hung.release()
@@ -85,7 +86,7 @@ async def test_a_read_that_comes_back_late_writes_into_nobody_s_memory(
             assert all(bytes(it) == b"\xaa" * len(it) for it in kept)
             for buffer in kept:
                 buffers.give(buffer)
-        with closing(SharedRegion(OTHER.payload_size_bytes)) as other:
+        with SharedRegion(OTHER.payload_size_bytes) as other:
             result = await client.fetch(OTHER, other).wait()
             assert [it.status for it in result.verdicts] == [HIT] * OTHER.chunk_count
             assert bytes(other.view) == bytes(payload_for(OTHER))
@@ -100,8 +101,8 @@ async def test_a_frame_whose_write_hangs_is_not_used_again(hung: Hung) -> None:
         given: list[memoryview] = []
         take, give = buffers.take, buffers.give
 
-        def counted_take() -> memoryview:
-            taken.append(take())
+        def counted_take(payload_size_bytes: int) -> memoryview:
+            taken.append(take(payload_size_bytes))
             return taken[-1]
 
         def counted_give(buffer: memoryview) -> None:

@@ -1,15 +1,15 @@
 """The shm plane alone: which memory a server takes, and who may hold whom."""
 
 import asyncio
+import fcntl
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -25,15 +25,17 @@ from kvclient import (
     SharedRegion,
 )
 from kvclient.channel import Rpcs
+from kvclient.planes.base import FetchCall, StoreCall
 from kvclient.planes.shm import spans_of
 from kvclient.planes.tcp import DataConnections
 from kvserve.format.messages import descriptor_to_pb
-from kvserve.format.records import RegionHead, encode_region
+from kvserve.format.records import RegionHead, encode_finish, encode_region
 from kvserve.rpc.server import Server
 from kvserve.testing.server_process import ServerProcess
-from kvserve.transfer.planes import shm
+from kvserve.transfer.planes import shared_memory
+from kvserve.v1 import kvserve_pb2 as pb
 from tests.descriptors import open_files
-from tests.payload import payload_for, small_descriptor, store_all
+from tests.payload import memory, payload_for, small_descriptor, store_all
 from tests.rpc.test_planes import large, until, until_quiet
 
 SIZE_BYTES = small_descriptor().payload_size_bytes
@@ -44,68 +46,97 @@ def plane() -> str:
     return "shm"
 
 
-class TestMemory:
-    """What a client shares is checked before a byte is written."""
+STORED, NEW = small_descriptor(), small_descriptor(first_token=5000)
 
-    @pytest.fixture(autouse=True)
-    async def stored(self, client: AsyncClient) -> None:
-        descriptor = small_descriptor()
-        await store_all(client, descriptor, payload_for(descriptor))
 
-    async def _told(
+@dataclass
+class Peer:
+    """A client made by hand: how the server ends a fetch or a store with this memory."""
+
+    rpcs: Rpcs
+    direction: str
+
+    async def told(
         self,
-        rpcs: Rpcs,
         fd: int | None,
         spans: Sequence[tuple[int, int]] = ((0, SIZE_BYTES),),
         *,
         announced: int = SIZE_BYTES,
         says_memory: bool = True,
+        records: Sequence[bytes] = (encode_finish(),),
     ) -> str:
-        """How the server ends a fetch into this memory."""
-        request = shm.pb.FetchRequest(
-            descriptor=descriptor_to_pb(small_descriptor()), planes=["shm"]
-        )
-        call = rpcs.fetch(request, timeout=5)
-        head = shm.pb.FetchReply.FromString(await call.read()).head
-        connection = await DataConnections("").open(head.data)
         try:
-            region = RegionHead(says_memory, len(spans), announced)
-            with suppress(ServerUnavailable):  # it may refuse in the middle
-                await connection.send((encode_region(region, spans),))
-                if fd is not None:
-                    await connection.send_fd(fd)
-                elif says_memory:
-                    await connection.send((b"m",))
-            while isinstance(await call.read(), bytes):
-                pass
+            call, offer = await (self._fetch() if self.direction == "fetch" else self._store())
+            connection = await DataConnections("").open(offer)
+            try:
+                region = RegionHead(says_memory, len(spans), announced)
+                with suppress(ServerUnavailable):  # it may refuse in the middle
+                    await connection.send((encode_region(region, spans),))
+                    if fd is not None:
+                        await connection.send_fd(fd)
+                    elif says_memory:
+                        await connection.send((b"m",))
+                    if self.direction == "store":
+                        await connection.send(records)
+                while isinstance(await call.read(), bytes):
+                    pass
+            finally:
+                connection.close()
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name}: {error.details()}"
-        finally:
-            connection.close()
         return "OK"
 
-    async def test_sealed_memory_is_taken(self, rpcs: Rpcs, server: Server) -> None:
+    async def _fetch(self) -> tuple[FetchCall | StoreCall, pb.DataOffer]:
+        request = pb.FetchRequest(descriptor=descriptor_to_pb(STORED), planes=["shm"])
+        call = self.rpcs.fetch(request, timeout=5)
+        return call, pb.FetchReply.FromString(await call.read()).head.data
+
+    async def _store(self) -> tuple[FetchCall | StoreCall, pb.DataOffer]:
+        call = self.rpcs.store(timeout=5)
+        opening = pb.StoreOpen(descriptor=descriptor_to_pb(NEW), planes=["shm"])
+        await call.write(pb.StoreRequest(open=opening).SerializeToString())
+        return call, pb.StoreReply.FromString(await call.read()).needs.data
+
+
+@pytest.fixture(params=["fetch", "store"])
+async def peer(request: pytest.FixtureRequest, client: AsyncClient, rpcs: Rpcs) -> Peer:
+    await store_all(client, STORED, payload_for(STORED))
+    return Peer(rpcs, request.param)
+
+
+class TestMemory:
+    """What a client shares is checked before a byte is touched, in both directions."""
+
+    async def test_sealed_memory_is_taken(self, peer: Peer, server: Server) -> None:
         region = SharedRegion(SIZE_BYTES)
-        assert await self._told(rpcs, region.fd) == "OK"
-        assert region.view == payload_for(small_descriptor())
+        assert await peer.told(region.fd) == "OK"
+        expected = payload_for(STORED) if peer.direction == "fetch" else bytes(SIZE_BYTES)
+        assert region.view == expected
         await until_quiet(server)
 
-    async def test_memory_that_may_shrink(self, rpcs: Rpcs) -> None:
+    async def test_memory_that_may_shrink(self, peer: Peer) -> None:
         """Its pages could go while the server writes: SIGBUS."""
         fd = os.memfd_create("may-shrink", os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, SIZE_BYTES)
-        assert "INVALID_ARGUMENT: shared memory must be sealed" in await self._told(rpcs, fd)
+        assert "INVALID_ARGUMENT: shared memory must be sealed" in await peer.told(fd)
         os.close(fd)
 
-    async def test_an_ordinary_file(self, rpcs: Rpcs, tmp_path: Path) -> None:
+    async def test_memory_of_huge_pages(self, peer: Peer) -> None:
+        """The host may have no more of them: SIGBUS, too."""
+        fd = os.memfd_create("huge", os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        assert "shared memory must have ordinary pages, not of " in await peer.told(fd)
+        os.close(fd)
+
+    async def test_an_ordinary_file(self, peer: Peer, tmp_path: Path) -> None:
         (tmp_path / "file").write_bytes(bytes(SIZE_BYTES))
         fd = os.open(tmp_path / "file", os.O_RDWR)
-        assert "INVALID_ARGUMENT: shared memory must be a memfd" in await self._told(rpcs, fd)
+        assert "INVALID_ARGUMENT: shared memory must be a memfd" in await peer.told(fd)
         os.close(fd)
 
-    async def test_less_than_was_announced(self, rpcs: Rpcs) -> None:
+    async def test_less_than_was_announced(self, peer: Peer) -> None:
         region = SharedRegion(SIZE_BYTES)
-        answer = await self._told(rpcs, region.fd, announced=SIZE_BYTES + 1)
+        answer = await peer.told(region.fd, announced=SIZE_BYTES + 1)
         assert f"shared memory of {SIZE_BYTES} bytes was announced as {SIZE_BYTES + 1}" in answer
 
     @pytest.mark.parametrize(
@@ -121,51 +152,52 @@ class TestMemory:
         ],
     )
     async def test_spans_outside_of_it(
-        self, rpcs: Rpcs, spans: list[tuple[int, int]], words: str
+        self, peer: Peer, spans: list[tuple[int, int]], words: str
     ) -> None:
         region = SharedRegion(SIZE_BYTES)
-        assert words in await self._told(rpcs, region.fd, spans)
+        assert words in await peer.told(region.fd, spans)
         assert not any(region.view)
 
-    async def test_a_descriptor_that_does_not_come(self, rpcs: Rpcs) -> None:
-        assert "was announced and did not come" in await self._told(rpcs, None)
+    async def test_a_descriptor_that_does_not_come(self, peer: Peer) -> None:
+        assert "was announced and did not come" in await peer.told(None)
 
-    async def test_memory_of_before_where_there_was_none(self, rpcs: Rpcs) -> None:
-        answer = await self._told(rpcs, None, says_memory=False)
+    async def test_memory_of_before_where_there_was_none(self, peer: Peer) -> None:
+        answer = await peer.told(None, says_memory=False)
         assert "no shared memory came over this connection" in answer
 
-    async def test_memory_that_cannot_be_written(self, rpcs: Rpcs) -> None:
+    async def test_memory_that_cannot_be_written(self, peer: Peer) -> None:
         region = SharedRegion(SIZE_BYTES)
         fd = os.open(f"/proc/self/fd/{region.fd}", os.O_RDONLY)
-        assert "cannot be mapped for writing" in await self._told(rpcs, fd)
+        assert "cannot be mapped for writing" in await peer.told(fd)
         os.close(fd)
 
     async def test_a_file_descriptor_on_no_refusal_is_left_open(
-        self, rpcs: Rpcs, server: Server
+        self, peer: Peer, server: Server
     ) -> None:
         region = SharedRegion(SIZE_BYTES)
-        await self._told(rpcs, region.fd)
+        await peer.told(region.fd)
         await until_quiet(server)
         await asyncio.sleep(0.05)
         before = open_files()
         for spans in ([(1, SIZE_BYTES)], [(0, 1)]):
             for _ in range(5):
-                await self._told(rpcs, region.fd, spans)
+                await peer.told(region.fd, spans)
         await until_quiet(server)
         await until(lambda: open_files() <= before)
 
 
 class TestRegions:
-    async def test_a_region_is_mapped_once_for_all_layers(
+    async def test_a_region_is_mapped_once_for_a_store_and_all_layers(
         self, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         mapped: list[int] = []
-        real = shm._map
-        monkeypatch.setattr(shm, "_map", lambda *args: mapped.append(1) or real(*args))
+        real = shared_memory._map
+        monkeypatch.setattr(shared_memory, "_map", lambda *args: mapped.append(1) or real(*args))
         descriptor = small_descriptor()
         source = payload_for(descriptor)
-        await store_all(client, descriptor, source)
-        one, other = SharedRegion(SIZE_BYTES), SharedRegion(SIZE_BYTES)
+        one, other = memory("shm", source), SharedRegion(SIZE_BYTES)
+        await store_all(client, descriptor, one)
+        one.view[:] = bytes(SIZE_BYTES)
         for layer_index in range(4):
             assert (await client.fetch(descriptor, one, layers=[layer_index]).wait()).is_whole
         assert len(mapped) == 1
@@ -205,7 +237,7 @@ class TestRegions:
         """Pinned it is refused; by itself a client takes tcp for it, and shm where it can."""
         descriptor = small_descriptor()
         await store_all(client, descriptor, payload_for(descriptor))
-        with pytest.raises(InvalidRequest, match="plane shm fetches into a SharedRegion only"):
+        with pytest.raises(InvalidRequest, match="plane shm takes a SharedRegion only"):
             await client.fetch(descriptor, bytearray(SIZE_BYTES)).wait()
         async with AsyncClient(server.address) as free:
             assert (await free.fetch(descriptor, bytearray(SIZE_BYTES)).wait()).is_whole
@@ -268,18 +300,6 @@ async def test_a_wild_pointer_condemns_no_chunk(
     assert region.view == source
 
 
-_KILLED = """
-import os, signal, sys
-from kvclient import Client, SharedRegion
-from tests.payload import payload_for, small_descriptor
-descriptor = small_descriptor(kv_heads=8, head_dim=128, chunks=64, layers=16)
-client = Client(sys.argv[1], plane="shm")
-fetch = client.fetch(descriptor, SharedRegion(descriptor.payload_size_bytes))
-fetch.wait_layer(0)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
 class TestProcesses:
     @pytest.fixture
     def process(self, root: Path) -> object:
@@ -295,22 +315,6 @@ class TestProcesses:
                 handle.store_layer(layer_index)
             assert handle.finish().is_whole
         return descriptor
-
-    def test_a_killed_client(self, process: ServerProcess, stored: object) -> None:
-        """The server lets go of its memory."""
-        for _ in range(2):
-            died = subprocess.run(
-                [sys.executable, "-c", _KILLED, process.address], timeout=60, check=False
-            )
-            assert died.returncode == -signal.SIGKILL
-        maps = Path(f"/proc/{process.pid}/maps")
-        with Client(process.address) as client:
-            for _ in range(200):
-                client.server_info()
-                if "memfd:kvclient" not in maps.read_text():
-                    break
-            else:
-                pytest.fail("the memory of dead clients is still mapped")
 
     def test_a_killed_server(self, process: ServerProcess, stored: object) -> None:
         """The fetch ends with an error, and the region is quiet then."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import ByteSize, ValidationError
 
 from kvserve.config import Config, TenantConfig, load_config, parse_value, render_toml
 from kvserve.errors import InvalidRequest
@@ -50,6 +50,13 @@ class TestGoodSettings:
     )
     def test_addresses(self, listen: str) -> None:
         assert load_config(None, {"server": {"listen": listen}}).server.listen == listen
+
+    def test_a_tenants_keys_are_set_one_by_one_over_the_file(self, write: Any) -> None:
+        path = write("[tenants.b]\nfiles_max = 3\nsize_bytes_max = 7\n[tenants.c]\nfiles_max = 1\n")
+        config = load_config(path, {"tenants": {"b": {"size_bytes_max": 9}, "d": {"files_max": 2}}})
+        assert config.tenants["b"] == TenantConfig(files_max=3, size_bytes_max=ByteSize(9))
+        assert config.tenants["c"].files_max == 1
+        assert config.tenants["d"].files_max == 2
 
     def test_the_default_address_is_loopback(self) -> None:
         """G1: nobody else can reach a server that nobody configured."""

@@ -56,7 +56,10 @@ class StorePlane(Protocol):
         """Raises `Unreachable`."""
 
     async def send(self, header: FrameHeader, views: Sequence[memoryview]) -> None:
-        """Sends one frame; on return the bytes are the caller's again."""
+        """Sends one frame; its bytes are the plane's until `settle` has returned."""
+
+    async def settle(self) -> None:
+        """On return the bytes of all frames that were sent are the caller's again."""
 
     async def finish(self) -> None:
         """Says that everything has been sent."""

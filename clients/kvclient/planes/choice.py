@@ -9,6 +9,7 @@ from kvclient.planes.base import PLANES, Unreachable
 from kvclient.planes.tcp import DataConnections
 from kvclient.region import Region
 from kvclient.shared_region import SharedRegion
+from kvclient.tls import Security
 from kvserve import nixl_agent
 from kvserve.errors import InvalidRequest, ServerUnavailable
 
@@ -16,49 +17,47 @@ log = logging.getLogger(__name__)
 
 AUTO: Final = "auto"
 _AVOIDED_S = 60.0
-_FETCH_ONLY: Final = ("shm", "nixl")
 
 
 class PlaneChoice:
     """One per client. `plane`: one of `PLANES`, or `AUTO`."""
 
     def __init__(
-        self, plane: str, address: str, *, clock: Callable[[], float] = time.monotonic
+        self,
+        plane: str,
+        address: str,
+        *,
+        security: Security | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if plane not in (AUTO, *PLANES):
-            raise InvalidRequest(f"plane {plane!r} must be {AUTO}, {' or '.join(PLANES)}")
+            raise InvalidRequest(f"plane {plane!r} must be one of {', '.join((AUTO, *PLANES))}")
         if plane == "nixl" and not nixl_agent.is_installed():
             raise InvalidRequest(f"plane nixl: {nixl_agent.HOW_TO_INSTALL}")
         host = "127.0.0.1" if address.startswith("unix:") else address.rpartition(":")[0]
-        self.connections = DataConnections(host)
+        self.connections = DataConnections(host, security)
         self._address = address
         self._plane = plane
+        self._is_secured = security is not None
         self._clock = clock
         self._avoided_until: dict[str, float] = {}
 
     def __repr__(self) -> str:
-        return f"<PlaneChoice {self._plane}: {', '.join(self.for_store())}>"
+        return f"<PlaneChoice {self._plane}, reachable: {', '.join(self._reachable())}>"
 
-    def for_fetch(self, region: Region) -> Sequence[str]:
-        """What to ask for, best first.
+    def for_region(self, region: Region) -> Sequence[str]:
+        """What to ask for, for a fetch into this region, best first.
 
         Raises:
             InvalidRequest: shm is pinned, and the region is not shared.
         """
-        is_shared = isinstance(region, SharedRegion)
-        if self._plane == "shm" and not is_shared:
-            raise InvalidRequest("plane shm fetches into a SharedRegion only")
-        if self._plane != AUTO:
-            return (self._plane,)
-        fits = {"shm": is_shared, "nixl": region.is_lasting and nixl_agent.is_installed()}
-        return [it for it in self._reachable() if fits.get(it, True)]
+        return self._fitting(region, self._plane)
 
-    def for_store(self) -> Sequence[str]:
-        """The same; shm and nixl are for fetches, a client that pins one of them stores over the
+    def for_store(self, region: Region) -> Sequence[str]:
+        """The same for a store from it. nixl is for fetches: a client that pins it stores over the
         best other plane."""
-        if self._plane not in (AUTO, *_FETCH_ONLY):
-            return (self._plane,)
-        return [it for it in self._reachable() if it not in _FETCH_ONLY]
+        pinned = AUTO if self._plane == "nixl" else self._plane
+        return [it for it in self._fitting(region, pinned) if it != "nixl"]
 
     def without(self, planes: Sequence[str], error: Unreachable) -> Sequence[str]:
         """What is left of `planes` for this transfer; later ones avoid the plane for a while.
@@ -85,6 +84,17 @@ class PlaneChoice:
                 f"plane {' or '.join(planes)} is not there: {self._address} took {taken}"
             )
         return taken
+
+    def _fitting(self, region: Region, plane: str) -> Sequence[str]:
+        is_shared = isinstance(region, SharedRegion)
+        if plane == "shm" and not is_shared:
+            raise InvalidRequest("plane shm takes a SharedRegion only")
+        if plane != AUTO:
+            return (plane,)
+        # NIXL encrypts nothing: who asked for TLS gets it only by name.
+        is_for_nixl = region.is_lasting and not self._is_secured and nixl_agent.is_installed()
+        fits = {"shm": is_shared, "nixl": is_for_nixl}
+        return [it for it in self._reachable() if fits.get(it, True)]
 
     def _reachable(self) -> list[str]:
         now = self._clock()

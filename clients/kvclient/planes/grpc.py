@@ -54,6 +54,9 @@ class GrpcStorePlane:
         size = sum(map(len, views))
         await self._call.write(b"".join([encode_prefix(header, size), *views]))
 
+    async def settle(self) -> None:
+        """gRPC has its copies."""
+
     async def finish(self) -> None:
         finish = pb.StoreRequest(finish=pb.StoreFinish())
         await self._call.write(finish.SerializeToString())

@@ -1,13 +1,17 @@
-"""The shm plane, client side: the server on this host writes into the region itself.
+"""The shm plane, client side: the server on this host reads and writes the region itself.
 
-Only heads of records travel; the client checks each frame in the region as on any plane. The memory
+Only heads of records travel; who receives payload checks each frame as on any plane. The memory
 goes to the server once for a connection, and the connection is kept: mapping it anew for each layer
 would cost more than the copy.
 
-T6 here: only the server can say that it writes no more. So whatever ends a fetch early, the plane
-tells the server (it cancels the call) and waits until the server has closed the connection, which
-it does once nothing of it touches the memory. A server that was killed closes it too. One that
-hangs holds the cancel, since it may still write when it wakes up.
+T6 here, a fetch: only the server can say that it writes no more. So whatever ends a fetch early,
+the plane tells the server (it cancels the call) and waits until the server has closed the
+connection, which it does once nothing of it touches the memory. A server that was killed closes it
+too. One that hangs holds the cancel, since it may still write when it wakes up.
+
+A store that ends early just closes the connection. The server may read one frame more; that changes
+no byte of the region, and what it reads is published by nobody, since the end of the store never
+came.
 """
 
 import asyncio
@@ -16,17 +20,30 @@ from weakref import ref
 
 from kvclient.fetch_session import FetchSession
 from kvclient.placement import Placement
-from kvclient.planes.base import FetchCall, Took
-from kvclient.planes.tcp import DataConnections, finish_fetch
+from kvclient.planes.base import FetchCall, StoreCall, Took
+from kvclient.planes.tcp import DataConnections, TcpStorePlane, finish_fetch, raise_status
 from kvclient.region import Region, address_of
 from kvclient.shared_region import SharedRegion
 from kvserve.data_socket import DataSocket
-from kvserve.errors import InvalidRequest, ServerUnavailable
-from kvserve.format.records import SPANS_MAX, RegionHead, encode_region
+from kvserve.errors import InvalidRequest, ServerFault, ServerUnavailable
+from kvserve.format.frames import FrameHeader
+from kvserve.format.records import (
+    HEAD_SIZE_BYTES,
+    SPANS_MAX,
+    RecordKind,
+    RegionHead,
+    decode_head,
+    encode_frame,
+    encode_region,
+)
 from kvserve.model import Descriptor, Span
 from kvserve.v1 import kvserve_pb2 as pb
 
 _DRAIN_BYTES = 64 << 10
+# More than a server copies before it waits for its storage; few enough that neither side's answers
+# fill a socket that the other does not read.
+_UNTAKEN_MAX = 32
+_NEED_SPANS = frozenset({"shm", "nixl"})
 
 
 class ShmFetchPlane:
@@ -45,17 +62,10 @@ class ShmFetchPlane:
         self._spans = spans
 
     async def receive(self, call: FetchCall, session: FetchSession, took: Took) -> None:
-        region = self._region
-        assert isinstance(region, SharedRegion), "the handle asks for shm only then"
         connection = await self._connections.open(self._offer)
         is_clean = False
         try:
-            is_new = not isinstance(connection.memory, ref) or connection.memory() is not region
-            head = RegionHead(is_new, len(self._spans), region.size_bytes)
-            await connection.send((encode_region(head, self._spans),))
-            if is_new:
-                await connection.send_fd(region.fd)
-                connection.memory = ref(region)
+            await _share(connection, self._region, self._spans)
             await finish_fetch(connection, call, session, took)
             is_clean = True
         finally:
@@ -64,6 +74,63 @@ class ShmFetchPlane:
             else:
                 call.cancel()
                 await _until_quiet(connection)
+
+
+class ShmStorePlane(TcpStorePlane):
+    """Implements `StorePlane`. The server says of each frame when it has copied it."""
+
+    def __init__(
+        self,
+        call: StoreCall,
+        connections: DataConnections,
+        offer: pb.DataOffer,
+        region: Region,
+        spans: Sequence[tuple[int, int]],
+    ) -> None:
+        super().__init__(call, connections, offer)
+        self._region = region
+        self._spans = spans
+        self._untaken = 0
+        self._answer = memoryview(bytearray(HEAD_SIZE_BYTES))
+
+    async def open(self) -> None:
+        await super().open()
+        try:
+            with self._open_connection() as connection:
+                await _share(connection, self._region, self._spans)
+        except ServerUnavailable:
+            await raise_status(self._call)  # it refused the memory
+            raise
+
+    async def send(self, header: FrameHeader, views: Sequence[memoryview]) -> None:
+        size_bytes = sum(map(len, views))
+        await self._send((encode_frame(header, size_bytes, RecordKind.OFFERED),))
+        self._untaken += 1
+        if self._untaken >= _UNTAKEN_MAX:
+            await self._take_answer()
+
+    async def settle(self) -> None:
+        while self._untaken:
+            await self._take_answer()
+
+    async def _take_answer(self) -> None:
+        with self._open_connection() as connection:
+            await connection.receive([self._answer])
+            kind = decode_head(self._answer).kind
+            if kind is not RecordKind.TAKEN:
+                raise ServerFault(f"a record of kind {kind.name} in a store")
+        self._untaken -= 1
+
+
+async def _share(connection: DataSocket, region: Region, spans: Sequence[tuple[int, int]]) -> None:
+    """Says where the payload is; passes the memory unless this connection's server has it."""
+    assert isinstance(region, SharedRegion), "the handle asks for shm only then"
+    is_new = not isinstance(connection.memory, ref) or connection.memory() is not region
+    head = RegionHead(is_new, len(spans), region.size_bytes)
+    await connection.send((encode_region(head, spans),))
+    if is_new:
+        await connection.send_fd(region.fd)
+        connection.memory = ref(region)
 
 
 async def _until_quiet(connection: DataSocket) -> None:
@@ -83,13 +150,32 @@ async def _until_quiet(connection: DataSocket) -> None:
         raise cancelled
 
 
+def planes_for(
+    planes: Sequence[str], placement: Placement, descriptor: Descriptor, layers: Sequence[int]
+) -> tuple[Sequence[str], Sequence[tuple[int, int]]]:
+    """Those of `planes` to ask for, and the spans of the payload if one of them needs them.
+
+    Raises:
+        InvalidRequest: one is pinned that the placement is not fit for.
+    """
+    if _NEED_SPANS.isdisjoint(planes):
+        return planes, ()
+    try:
+        return planes, spans_of(placement, descriptor, layers)
+    except InvalidRequest:
+        others = [it for it in planes if it not in _NEED_SPANS]
+        if not others:
+            raise
+        return others, ()
+
+
 def spans_of(
     placement: Placement, descriptor: Descriptor, layers: Sequence[int]
 ) -> list[tuple[int, int]]:
     """Offset and size of the memory of all the layers' payload, in order.
 
     Raises:
-        InvalidRequest: the placement is not in its region, or in more pieces than a fetch may name.
+        InvalidRequest: the placement is not in its region, or in more pieces than may be named.
     """
     base = address_of(placement.region.view)
     size_bytes = placement.region.size_bytes
@@ -106,6 +192,6 @@ def spans_of(
                 spans.append((offset, len(view)))
     if len(spans) > SPANS_MAX:
         raise InvalidRequest(
-            f"the layers are in {len(spans)} pieces; shm and nixl take {SPANS_MAX} in a fetch"
+            f"the layers are in {len(spans)} pieces; shm and nixl take {SPANS_MAX}"
         )
     return spans

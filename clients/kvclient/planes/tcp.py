@@ -11,13 +11,15 @@ quiet.
 import asyncio
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from kvclient.fetch_session import FetchSession
 from kvclient.planes.base import FetchCall, StoreCall, Took, Unreachable
+from kvclient.tls import Security
 from kvserve.data_socket import Buffer, DataSocket
-from kvserve.errors import ServerFault, ServerUnavailable
+from kvserve.errors import InvalidRequest, ServerFault, ServerUnavailable
 from kvserve.format.frames import FrameHeader
 from kvserve.format.messages import chunk_status
 from kvserve.format.records import (
@@ -47,9 +49,11 @@ class DataConnections:
     They belong to the loop that made them. `server_host` stands in where the server names none.
     """
 
-    def __init__(self, server_host: str) -> None:
-        """`server_host`: as in an address, so in brackets if it is IPv6."""
+    def __init__(self, server_host: str, security: Security | None = None) -> None:
+        """`server_host`: as in an address, so in brackets if it is IPv6. `security`: of those that
+        leave the host; loaded before the first is opened."""
         self._server_host = server_host
+        self._security = security
         self._kept: list[tuple[float, DataSocket]] = []
 
     async def open(self, offer: pb.DataOffer, plane: str = "") -> DataSocket:
@@ -110,19 +114,32 @@ class DataConnections:
                     try:
                         sock.setblocking(False)
                         await asyncio.get_running_loop().sock_connect(sock, target)
-                        return DataSocket(sock, where)
                     except OSError as error:
                         refused = str(error)
                         sock.close()
                     except BaseException:
                         sock.close()
                         raise
+                    else:
+                        return await self._secured(sock, where)
         except TimeoutError:
             refused = f"no answer in {_CONNECT_S:g} s"
-        except OSError as error:
+        except (OSError, InvalidRequest, ServerUnavailable) as error:
             refused = str(error)
         what = f"the data address {where} cannot be reached: {refused}"
         raise Unreachable(plane, what)
+
+    async def _secured(self, sock: socket.socket, where: str) -> DataSocket:
+        """Raises `InvalidRequest` or `ServerUnavailable` if the handshake fails."""
+        if self._security is None or sock.family == socket.AF_UNIX:
+            return DataSocket(sock, where)
+        connection = self._security.data_socket(sock, where)
+        try:
+            await connection.handshake()
+        except BaseException:
+            connection.close()
+            raise
+        return connection
 
 
 def _plane_of(address: str) -> str:
@@ -197,7 +214,7 @@ async def _take_records(connection: DataSocket, session: FetchSession, took: Too
             took(events)
 
 
-async def raise_status(call: FetchCall) -> None:
+async def raise_status(call: FetchCall | StoreCall) -> None:
     """Raises the status that the server has ended the call with, if it has."""
     try:
         async with asyncio.timeout(_STATUS_S):
@@ -223,6 +240,9 @@ class TcpStorePlane:
     async def send(self, header: FrameHeader, views: Sequence[memoryview]) -> None:
         await self._send((encode_frame(header, sum(map(len, views))), *views))
 
+    async def settle(self) -> None:
+        """The kernel has its copies."""
+
     async def finish(self) -> None:
         await self._send((encode_finish(),))
         await self._call.done_writing()
@@ -236,11 +256,16 @@ class TcpStorePlane:
                 connection.close()
 
     async def _send(self, buffers: Sequence[Buffer]) -> None:
-        connection = self._connection  # `close` drops it, also while this waits
+        with self._open_connection() as connection:
+            await connection.send(buffers)
+
+    @contextmanager
+    def _open_connection(self) -> Iterator[DataSocket]:
+        """Closes it if the block ends in the middle: nothing that follows could be read."""
+        connection = self._connection  # `close` drops it, also while the block waits
         assert connection is not None, "not open"
         try:
-            await connection.send(buffers)
+            yield connection
         except BaseException:
-            # Cancelled inside a record: nothing that follows could be read.
             connection.close()
             raise

@@ -6,9 +6,11 @@ secret at once; it is good for one transfer and for some seconds. After a transf
 the connection waits here for the next secret, so that a client that fetches layer by layer connects
 once. After any other end it is closed: its stream may be cut in the middle of a frame.
 
-Bounds: connections (waiting and in use together), the time to show a secret, idle time, and the
-frame memory that is kept. A secret is never logged. They are looked up by their digest, so that the
-time which that takes tells nothing about them, and compared in constant time.
+With TLS the handshake comes first, on TCP; within a host (the shm plane) nothing is encrypted.
+
+Bounds: connections (waiting and in use together), the time to show a secret (the handshake's is
+part of it), and idle time. A secret is never logged. They are looked up by their digest, so that
+the time which that takes tells nothing about them, and compared in constant time.
 """
 
 import asyncio
@@ -17,6 +19,7 @@ import logging
 import mmap
 import secrets
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
@@ -24,6 +27,8 @@ from hashlib import sha256
 from kvserve.data_socket import DataSocket
 from kvserve.errors import DeadlineExceeded, InvalidRequest, ServerUnavailable
 from kvserve.format.records import HELLO_MAGIC, HELLO_SIZE_BYTES, SECRET_SIZE_BYTES
+from kvserve.tls_socket import TlsDataSocket
+from kvserve.transfer.staging import Staging
 
 log = logging.getLogger(__name__)
 
@@ -42,25 +47,6 @@ def forget_memory(connection: DataSocket) -> None:
     memory, connection.memory = connection.memory, None
     if isinstance(memory, mmap.mmap):
         asyncio.get_running_loop().run_in_executor(None, memory.close)
-
-
-class FrameBuffers:
-    """Memory for frames that is used again, for it is in the CPU's cache; at most `kept_max` kept.
-
-    What was taken and is not given back is simply gone.
-    """
-
-    def __init__(self, size_bytes: int, kept_max: int) -> None:
-        self.size_bytes = size_bytes
-        self._kept_max = kept_max
-        self._kept: list[memoryview] = []
-
-    def take(self) -> memoryview:
-        return self._kept.pop() if self._kept else memoryview(bytearray(self.size_bytes))
-
-    def give(self, buffer: memoryview) -> None:
-        if len(self._kept) < self._kept_max:
-            self._kept.append(buffer)
 
 
 class Expected:
@@ -83,14 +69,17 @@ class Expected:
 
 class DataPort:
     """One per server. `address` and `unix_address` are what clients are told, empty if nothing
-    listens there; `refused` counts wrong hellos."""
+    listens there; `refused` counts wrong hellos. `tls`: how TCP is secured, None for plain."""
 
-    def __init__(self, buffers: FrameBuffers, *, connections_max: int) -> None:
+    def __init__(
+        self, buffers: Staging, *, connections_max: int, tls: ssl.SSLContext | None = None
+    ) -> None:
         self.buffers = buffers
         self.address = ""
         self.unix_address = ""
         self.refused = 0
         self._connections_max = connections_max
+        self._tls = tls
         self._listeners: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
         self._expected: dict[bytes, Expected] = {}
@@ -195,8 +184,11 @@ class DataPort:
                 log.warning("cannot accept a data connection: %s", error)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            is_local = sock.family == socket.AF_UNIX
-            connection = DataSocket(sock, "this host" if is_local else f"{peer[0]}:{peer[1]}")
+            try:
+                connection = self._connection(sock, peer)
+            except ServerUnavailable as error:
+                log.debug("%s", error)
+                continue
             if len(self._connections) >= self._connections_max:
                 if not self._greetings:
                     self._refuse(connection, f"{len(self._connections)} connections are in use")
@@ -207,6 +199,14 @@ class DataPort:
             self._connections.add(connection)
             self._greet(connection, _FIRST_HELLO_S)
 
+    def _connection(self, sock: socket.socket, peer: tuple[str, int]) -> DataSocket:
+        if sock.family == socket.AF_UNIX:
+            return DataSocket(sock, "this host")
+        name = f"{peer[0]}:{peer[1]}"
+        if self._tls is None:
+            return DataSocket(sock, name)
+        return TlsDataSocket(sock, name, self._tls, server_name=None)
+
     def _greet(self, connection: DataSocket, timeout_s: float) -> None:
         greeting = asyncio.get_running_loop().create_task(self._read_hello(connection, timeout_s))
         self._greetings[connection] = greeting
@@ -215,8 +215,15 @@ class DataPort:
         hello = bytearray(HELLO_SIZE_BYTES)
         try:
             async with asyncio.timeout(timeout_s):
+                await connection.handshake()
                 await connection.receive([memoryview(hello)])
+        except InvalidRequest as error:
+            self._refuse(connection, str(error))
+            return
         except (TimeoutError, ServerUnavailable) as error:
+            if isinstance(error, TimeoutError) and connection.needs_handshake:
+                self._refuse(connection, f"no TLS handshake within {timeout_s:g} s")
+                return
             log.debug("%r brought no secret: %r", connection, error)
             self.close(connection)
             return

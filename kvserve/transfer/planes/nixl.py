@@ -11,14 +11,13 @@ T6: writes in flight cannot be taken back. See `NixlWriter.retire` for how a fet
 """
 
 import asyncio
-from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import accumulate
+from dataclasses import dataclass
 from types import TracebackType
 
 from kvserve.data_socket import DataSocket
-from kvserve.errors import InvalidRequest, ServerUnavailable
+from kvserve.errors import ServerUnavailable
 from kvserve.format.frames import FrameHeader
 from kvserve.format.records import (
     SPAN_SIZE_BYTES,
@@ -37,7 +36,7 @@ from kvserve.nixl_agent import Piece
 from kvserve.transfer.planes.base import OutgoingFrame
 from kvserve.transfer.planes.data_port import DataPort
 from kvserve.transfer.planes.grpc import Write
-from kvserve.transfer.planes.nixl_staging import Slot
+from kvserve.transfer.planes.nixl_slots import Slot
 from kvserve.transfer.planes.nixl_writer import (
     IN_FLIGHT_MAX,
     InFlight,
@@ -45,43 +44,32 @@ from kvserve.transfer.planes.nixl_writer import (
     Remote,
     say_quiet,
 )
-from kvserve.transfer.planes.shm import check_spans, layer_starts
+from kvserve.transfer.planes.shared_memory import PayloadOrder, PayloadSpans, checked_spans
 from kvserve.transfer.planes.tcp import TcpFetchPlane, TcpFrame
 
 
 class NixlFrame(TcpFrame):
-    """A frame in a slot. `at`: where in the payload of all layers it belongs."""
+    """A frame in a slot, or, where no slot was left to read into, in one of the port's buffers.
+    `at`: where in the payload of all layers it belongs."""
 
     __slots__ = ("at", "slot")
 
-    def __init__(self, head: bytes, at: int, size_bytes: int, slot: Slot) -> None:
-        super().__init__(head, slot.view, size_bytes)
-        self.at = at
-        self.slot = slot
+    at: int
+    slot: Slot | None
 
 
+@dataclass(frozen=True, slots=True)
 class Target:
-    """Where the payload goes: spans of a region of `remote`, one after another."""
+    """Where the payload goes: spans of a region of `remote`."""
 
-    def __init__(
-        self, remote: Remote, address: int, offsets: Sequence[int], sizes: Sequence[int]
-    ) -> None:
-        self.remote = remote
-        self._addresses = [address + offset for offset in offsets]
-        self._sizes = sizes
-        self._ends = list(accumulate(sizes))
+    remote: Remote
+    address: int
+    spans: PayloadSpans
 
     def pieces(self, at: int, size_bytes: int) -> list[Piece]:
         """The memory of a part of the payload, from its byte `at` on."""
-        index = bisect_right(self._ends, at)
-        within = at - (self._ends[index - 1] if index else 0)
-        found: list[Piece] = []
-        while size_bytes:
-            size = min(size_bytes, self._sizes[index] - within)
-            found.append((self._addresses[index] + within, size))
-            size_bytes -= size
-            index, within = index + 1, 0
-        return found
+        found = self.spans.pieces(at, size_bytes)
+        return [(self.address + offset, size) for offset, size in found]
 
 
 class Landing:
@@ -146,8 +134,7 @@ class NixlFetchPlane(TcpFetchPlane):
     ) -> None:
         super().__init__(write, port)
         self._writer = writer
-        self._slice_sizes = descriptor.layout.slice_sizes
-        self._starts, self._size_bytes = layer_starts(descriptor, layers)
+        self._order = PayloadOrder(descriptor, layers)
         self._target: Target | None = None
         self._landing: Landing | None = None
         self._used = ExitStack()
@@ -191,24 +178,20 @@ class NixlFetchPlane(TcpFetchPlane):
         if connection is None:
             return
         region, metadata, offsets, sizes = await _receive_region(connection)
-        check_spans(offsets, sizes, region.size_bytes)
-        if sum(sizes) != self._size_bytes:
-            raise InvalidRequest(
-                f"spans for {sum(sizes)} bytes, the payload has {self._size_bytes}"
-            )
+        spans = checked_spans(offsets, sizes, region.size_bytes, self._order.size_bytes)
         remote = await self._writer.remote(metadata)
         self._used.enter_context(self._writer.using(remote))
-        self._target = Target(remote, region.address, offsets, sizes)
+        self._target = Target(remote, region.address, spans)
         self._landing = Landing(connection)
 
     def new_frame(self, header: FrameHeader, payload_size_bytes: int) -> NixlFrame:
         head = encode_frame(header, payload_size_bytes, RecordKind.LANDED)
-        at = (
-            self._starts[header.layer_index]
-            + header.first_chunk * self._slice_sizes[header.layer_index]
-            + header.slice_offset
-        )
-        return NixlFrame(head, at, payload_size_bytes, self._writer.staging.take())
+        slot = self._writer.slots.take_to_read_into()
+        buffer = self._port.buffers.take(payload_size_bytes) if slot is None else slot.view
+        frame = NixlFrame(head, buffer, payload_size_bytes)
+        frame.at = self._order.at(header.layer_index, header.first_chunk, header.slice_offset)
+        frame.slot = slot
+        return frame
 
     async def send(self, frame: OutgoingFrame) -> None:
         assert isinstance(frame, NixlFrame)
@@ -216,7 +199,12 @@ class NixlFetchPlane(TcpFetchPlane):
         assert self._target is not None, "a frame without a target"
         await self._landing.room()
         there = self._target.pieces(frame.at, len(frame.payload))
-        write = self._writer.write(self._target.remote, frame.slot, there)
+        slot = frame.slot
+        if slot is None:
+            slot = self._writer.slots.take()
+            slot.view[: len(frame.payload)] = frame.payload
+            self._port.buffers.give(frame.buffer)
+        write = self._writer.write(self._target.remote, slot, there)
         self._landing.add(frame.head, write)
 
     async def miss(self, chunk_index: int, verdict: Verdict) -> None:

@@ -9,7 +9,7 @@ A write cannot be taken back. A transfer that ends early hands its connection an
 flight to `retire`, which tells the client once all of it has ended: then the region is quiet (T6).
 A client that takes nothing any more is disconnected after some seconds, and not told.
 
-Bounds: staging; remote agents (those that nobody uses give way, or go after a while); retirings, of
+Bounds: slots; remote agents (those that nobody uses give way, or go after a while); retirings, of
 which each holds one of the port's connections.
 """
 
@@ -26,7 +26,7 @@ from kvserve.errors import InvalidRequest, Overloaded, ServerUnavailable
 from kvserve.format.records import encode_quiet
 from kvserve.nixl_agent import NixlAgent, Piece, Write
 from kvserve.transfer.planes.data_port import DataPort
-from kvserve.transfer.planes.nixl_staging import Slot, Staging
+from kvserve.transfer.planes.nixl_slots import Slot, Slots
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +64,15 @@ class InFlight:
 class NixlWriter:
     """One per server; made on a thread, since an agent takes a while."""
 
-    def __init__(self, *, frame_size_bytes: int, frames_max: int) -> None:
-        """Raises `InvalidRequest`, see `NixlAgent`."""
+    def __init__(self, *, frame_size_bytes: int, to_read_into: int, to_write_from: int) -> None:
+        """Numbers of slots, see `Slots`. Raises `InvalidRequest`, see `NixlAgent`."""
         self._agent = NixlAgent()
-        self.staging = Staging(frame_size_bytes, frames_max, self._agent.register)
+        self.slots = Slots(
+            frame_size_bytes,
+            to_read_into=to_read_into,
+            to_write_from=to_write_from,
+            register=self._agent.register,
+        )
         self._remotes: dict[bytes, Remote] = {}
         self._in_flight: list[InFlight] = []
         self._polling: asyncio.Task[None] | None = None
@@ -76,7 +81,7 @@ class NixlWriter:
     def __repr__(self) -> str:
         return (
             f"<NixlWriter {len(self._remotes)} remotes, {len(self._in_flight)} writes, "
-            f"{len(self._retiring)} retiring, {self.staging.taken} of {self.staging.count} slots>"
+            f"{len(self._retiring)} retiring, {self.slots.taken} of {self.slots.count} slots>"
         )
 
     @contextmanager
@@ -231,9 +236,10 @@ def open_writer_blocking(config: Config) -> NixlWriter:
     if not config.server.has_data_port:
         raise InvalidRequest("server.nixl needs the tcp plane: set server.data_listen to HOST:PORT")
     limits = config.limits
-    a_transfer = limits.frames_in_flight + IN_FLIGHT_MAX + 1  # read, written, cut up
     return NixlWriter(
-        frame_size_bytes=limits.frame_size_bytes, frames_max=limits.transfers_max * a_transfer
+        frame_size_bytes=limits.frame_size_bytes,
+        to_read_into=limits.staging_size_bytes // limits.frame_size_bytes,
+        to_write_from=limits.transfers_max * IN_FLIGHT_MAX,
     )
 
 

@@ -10,7 +10,7 @@ from kvserve.transfer.planes.data_port import DataPort
 from kvserve.transfer.planes.grpc import GrpcFetchPlane, GrpcStorePlane, Read, Write
 from kvserve.transfer.planes.nixl import NixlFetchPlane
 from kvserve.transfer.planes.nixl_writer import NixlWriter
-from kvserve.transfer.planes.shm import ShmFetchPlane
+from kvserve.transfer.planes.shm import ShmFetchPlane, ShmStorePlane
 from kvserve.transfer.planes.tcp import TcpFetchPlane, TcpStorePlane
 
 _WANTED_MAX = 16
@@ -61,13 +61,17 @@ class Planes:
                 return nullcontext(GrpcFetchPlane(write))
 
     def store(
-        self, wanted: Sequence[str], read: Read, write: Write
+        self, wanted: Sequence[str], descriptor: Descriptor, read: Read, write: Write
     ) -> AbstractAsyncContextManager[StorePlane]:
-        """The same for a store; shm and nixl are for fetches only."""
-        names = [name for name in self.names if name not in ("shm", "nixl")]
-        if self._pick(wanted, names) == "tcp":
-            return TcpStorePlane(read, write, self._frame_size_bytes_max, self._port)
-        return nullcontext(GrpcStorePlane(read, write, self._frame_size_bytes_max))
+        """The same for a store; nixl is for fetches only."""
+        size = self._frame_size_bytes_max
+        match self._pick(wanted, [name for name in self.names if name != "nixl"]):
+            case "shm":
+                return ShmStorePlane(read, write, size, self._port, descriptor)
+            case "tcp":
+                return TcpStorePlane(read, write, size, self._port)
+            case _:
+                return nullcontext(GrpcStorePlane(read, write, size))
 
     @staticmethod
     def _pick(wanted: Sequence[str], names: Sequence[str]) -> str:

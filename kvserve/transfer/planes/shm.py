@@ -1,72 +1,57 @@
-"""The shm plane, server side: a fetch into memory that a client on the same host shares.
+"""The shm plane, server side: payload in memory that a client on the same host shares.
 
-The client passes its memory as a file descriptor and says where in it the payload goes. A frame is
-read into a buffer of the server's own, verified there, and copied once, while it is in the CPU's
-cache; only its head travels.
+The client passes its memory as a file descriptor and says where in it the payload is. Only the
+heads of records travel. A frame is copied once, between the memory and a buffer of the server's
+own, while that is in the CPU's cache.
 
-Why not read straight into the shared memory: the client can write there too. The server would then
-verify bytes that may change under it, and set good chunks aside as damaged because of somebody's
-wild pointer. And a thread that hangs in a read would hold the client's memory. So it is touched by
-the event loop only, for the time of one copy, and a cancelled fetch is quiet at once.
+Why there is such a buffer: the client can write into the memory at any time. A fetch that read
+files straight into it would verify bytes that may change under it, and set good chunks aside as
+damaged because of somebody's wild pointer; a store that wrote files straight from it could publish
+bytes that never matched their checksum. And a thread that hangs in a file call would hold the
+client's memory.
 
-Memory must be sealed against shrinking: a page that is gone would kill the server with SIGBUS.
+A store tells its client of each frame that it has copied (TAKEN): from then on the bytes are the
+client's again.
 """
 
-import fcntl
-import mmap
-import os
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
 from types import TracebackType
 
 from kvserve.data_socket import DataSocket
-from kvserve.errors import InvalidRequest
 from kvserve.format.frames import FrameHeader
-from kvserve.format.records import (
-    REGION_SIZE_BYTES,
-    SPAN_SIZE_BYTES,
-    RecordKind,
-    decode_region,
-    decode_spans,
-    encode_frame,
-)
-from kvserve.model import Descriptor, Verdict
+from kvserve.format.records import RecordHead, RecordKind, encode_frame, encode_taken
+from kvserve.model import ChunkStatus, Descriptor, Verdict
 from kvserve.transfer.planes.base import OutgoingFrame
-from kvserve.transfer.planes.data_port import DataPort, Expected, forget_memory
-from kvserve.transfer.planes.grpc import Write
-from kvserve.transfer.planes.tcp import TcpFetchPlane, TcpFrame
+from kvserve.transfer.planes.data_port import DataPort, Expected
+from kvserve.transfer.planes.grpc import Read, Write
+from kvserve.transfer.planes.shared_memory import PayloadOrder, SharedPayload, receive_shared
+from kvserve.transfer.planes.tcp import Connected, TcpFetchPlane, TcpFrame, TcpStorePlane
 from kvserve.v1 import kvserve_pb2 as pb
 
 
-class Target:
-    """Where the payload goes: spans of shared memory, one after another."""
+class _Shared(Connected):
+    """A plane whose payload is in shared memory, which it lets go of at its end."""
 
-    def __init__(self, memory: memoryview, offsets: Sequence[int], sizes: Sequence[int]) -> None:
-        """The spans must have been checked."""
-        self._memory = memory
-        self._offsets = offsets
-        self._sizes = sizes
-        self._ends = list(accumulate(sizes))
+    _order: PayloadOrder
+    _payload: SharedPayload | None = None
 
-    @property
-    def size_bytes(self) -> int:
-        return self._ends[-1]
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._payload is not None:
+            self._payload.close()
+        await super().__aexit__(kind, error, traceback)
 
-    def close(self) -> None:
-        """Lets go of the memory, which can then be unmapped."""
-        self._memory.release()
+    def _offer(self, expected: Expected) -> pb.DataOffer:
+        return pb.DataOffer(address=self._port.unix_address, secret=expected.secret)
 
-    def write(self, at: int, payload: memoryview) -> None:
-        """Copies a part of the payload, from its byte `at` on, to its place."""
-        index = bisect_right(self._ends, at)
-        within = at - (self._ends[index - 1] if index else 0)
-        while payload:
-            start = self._offsets[index] + within
-            size = min(len(payload), self._sizes[index] - within)
-            self._memory[start : start + size] = payload[:size]
-            payload = payload[size:]
-            index, within = index + 1, 0
+    async def _receive_memory(self) -> None:
+        """Call it once the connection is there, if there is to be one."""
+        if self._connection is not None:
+            self._payload = await receive_shared(self._connection, self._order.size_bytes)
 
 
 class ShmFrame(TcpFrame):
@@ -77,7 +62,7 @@ class ShmFrame(TcpFrame):
     at: int
 
 
-class ShmFetchPlane(TcpFetchPlane):
+class ShmFetchPlane(_Shared, TcpFetchPlane):
     """Implements `FetchPlane`."""
 
     name = "shm"
@@ -86,105 +71,57 @@ class ShmFetchPlane(TcpFetchPlane):
         self, write: Write, port: DataPort, descriptor: Descriptor, layers: Sequence[int]
     ) -> None:
         super().__init__(write, port)
-        self._slice_sizes = descriptor.layout.slice_sizes
-        self._starts, self._size_bytes = layer_starts(descriptor, layers)
-        self._target: Target | None = None
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._target is not None:
-            self._target.close()
-        await super().__aexit__(kind, error, traceback)
-
-    def _offer(self, expected: Expected) -> pb.DataOffer:
-        return pb.DataOffer(address=self._port.unix_address, secret=expected.secret)
+        self._order = PayloadOrder(descriptor, layers)
 
     async def head(self, verdicts: list[Verdict]) -> None:
         await super().head(verdicts)
-        if self._connection is not None:
-            self._target = await _receive_target(self._connection)
-            if self._target.size_bytes != self._size_bytes:
-                raise InvalidRequest(
-                    f"spans for {self._target.size_bytes} bytes, the payload has {self._size_bytes}"
-                )
+        await self._receive_memory()
 
     def new_frame(self, header: FrameHeader, payload_size_bytes: int) -> ShmFrame:
         head = encode_frame(header, payload_size_bytes, RecordKind.LANDED)
-        frame = ShmFrame(head, self._port.buffers.take(), payload_size_bytes)
-        size = self._slice_sizes[header.layer_index]
-        start = self._starts[header.layer_index]
-        frame.at = start + header.first_chunk * size + header.slice_offset
+        frame = ShmFrame(head, self._port.buffers.take(payload_size_bytes), payload_size_bytes)
+        frame.at = self._order.at(header.layer_index, header.first_chunk, header.slice_offset)
         return frame
 
     async def send(self, frame: OutgoingFrame) -> None:
         assert isinstance(frame, ShmFrame)
         assert self._connection is not None, "a frame without a hit"
-        assert self._target is not None, "a frame without a target"
-        self._target.write(frame.at, frame.payload)
+        assert self._payload is not None, "a frame without memory"
+        self._payload.write(frame.at, frame.payload)
         self._port.buffers.give(frame.buffer)
         await self._connection.send((frame.head,))
 
 
-def layer_starts(descriptor: Descriptor, layers: Sequence[int]) -> tuple[Mapping[int, int], int]:
-    """Where each layer's payload starts, layers in the order asked for, and the size of all."""
-    starts: dict[int, int] = {}
-    at = 0
-    for layer_index in layers or descriptor.layer_order:
-        if layer_index >= descriptor.layout.layer_count:
-            break  # the service refuses it
-        starts[layer_index] = at
-        at += descriptor.layout.slice_sizes[layer_index] * descriptor.chunk_count
-    return starts, at
+class ShmStorePlane(_Shared, TcpStorePlane):
+    """Implements `StorePlane`."""
 
+    name = "shm"
+    _frame_kind = RecordKind.OFFERED
 
-async def _receive_target(connection: DataSocket) -> Target:
-    """What the client says right after its hello."""
-    raw = memoryview(bytearray(REGION_SIZE_BYTES))
-    await connection.receive([raw])
-    head = decode_region(raw)
-    spans = memoryview(bytearray(SPAN_SIZE_BYTES * head.span_count))
-    await connection.receive([spans])
-    if head.has_memory:
-        forget_memory(connection)
-        fd = await connection.receive_fd()
-        if fd is None:
-            raise InvalidRequest("shared memory was announced and did not come")
-        try:
-            connection.memory = _map(fd, head.memory_size_bytes)
-        finally:
-            os.close(fd)
-    if not isinstance(connection.memory, mmap.mmap):
-        raise InvalidRequest("no shared memory came over this connection")
-    offsets, sizes = decode_spans(spans)
-    # Before anything holds the memory: the traceback of a refusal would keep it.
-    check_spans(offsets, sizes, len(connection.memory))
-    return Target(memoryview(connection.memory), offsets, sizes)
+    def __init__(
+        self,
+        read: Read,
+        write: Write,
+        frame_size_bytes_max: int,
+        port: DataPort,
+        descriptor: Descriptor,
+    ) -> None:
+        super().__init__(read, write, frame_size_bytes_max, port)
+        self._order = PayloadOrder(descriptor)
 
+    async def needs(self, statuses: list[ChunkStatus]) -> None:
+        await super().needs(statuses)
+        await self._receive_memory()
 
-def check_spans(offsets: Sequence[int], sizes: Sequence[int], memory_size_bytes: int) -> None:
-    for offset, size in zip(offsets, sizes, strict=True):
-        if not size or offset + size > memory_size_bytes:
-            raise InvalidRequest(
-                f"a span of {size} bytes at {offset} in a region of {memory_size_bytes} bytes"
-            )
-
-
-def _map(fd: int, size_bytes: int) -> mmap.mmap:
-    """Raises `InvalidRequest` for what is no memory file, may shrink, or is smaller than said."""
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError as error:
-        raise InvalidRequest("shared memory must be a memfd: it has no seals") from error
-    if not seals & fcntl.F_SEAL_SHRINK:
-        raise InvalidRequest("shared memory must be sealed against shrinking (F_SEAL_SHRINK)")
-    found = os.fstat(fd).st_size
-    if not 0 < size_bytes <= found:
-        raise InvalidRequest(f"shared memory of {found} bytes was announced as {size_bytes}")
-    try:
-        return mmap.mmap(fd, size_bytes)
-    except (OSError, ValueError) as error:
-        raise InvalidRequest(f"shared memory cannot be mapped for writing: {error}") from error
+    async def _take_frame(
+        self,
+        connection: DataSocket,
+        head: RecordHead,
+        checksums: memoryview,
+        payload: memoryview,
+    ) -> None:
+        assert self._payload is not None, "a frame without memory"
+        await connection.receive([checksums])
+        at = self._order.at(head.layer_index, head.first_chunk, head.slice_offset)
+        self._payload.read(at, payload)
+        await connection.send((encode_taken(),))

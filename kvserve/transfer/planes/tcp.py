@@ -19,6 +19,7 @@ from kvserve.format.frames import FrameHeader
 from kvserve.format.records import (
     EXTRA_SIZE_BYTES_MAX,
     HEAD_SIZE_BYTES,
+    RecordHead,
     RecordKind,
     decode_head,
     encode_frame,
@@ -31,7 +32,7 @@ from kvserve.transfer.planes.grpc import GrpcStorePlane, Read, Write, fetch_head
 from kvserve.v1 import kvserve_pb2 as pb
 
 
-class _Connected:
+class Connected:
     """A plane with a data connection: as a context it gives it back, or closes it on an error."""
 
     _port: DataPort
@@ -71,7 +72,7 @@ class TcpFrame:
         self.payload = buffer[:payload_size_bytes]
 
 
-class TcpFetchPlane(_Connected):
+class TcpFetchPlane(Connected):
     """Implements `FetchPlane`; the head goes through `write`, as one serialized `FetchReply`."""
 
     name = "tcp"
@@ -90,7 +91,7 @@ class TcpFetchPlane(_Connected):
 
     def new_frame(self, header: FrameHeader, payload_size_bytes: int) -> TcpFrame:
         head = encode_frame(header, payload_size_bytes)
-        return TcpFrame(head, self._port.buffers.take(), payload_size_bytes)
+        return TcpFrame(head, self._port.buffers.take(payload_size_bytes), payload_size_bytes)
 
     async def send(self, frame: OutgoingFrame) -> None:
         assert isinstance(frame, TcpFrame)
@@ -103,10 +104,11 @@ class TcpFetchPlane(_Connected):
         await self._connection.send((encode_miss(chunk_index, verdict),))
 
 
-class TcpStorePlane(_Connected, GrpcStorePlane):
+class TcpStorePlane(Connected, GrpcStorePlane):
     """Implements `StorePlane`: frames from the data connection, everything else as on grpc."""
 
     name = "tcp"
+    _frame_kind = RecordKind.PAYLOAD
 
     def __init__(self, read: Read, write: Write, frame_size_bytes_max: int, port: DataPort) -> None:
         super().__init__(read, write, frame_size_bytes_max)
@@ -135,21 +137,34 @@ class TcpStorePlane(_Connected, GrpcStorePlane):
             if head.kind is RecordKind.FINISH:
                 self.is_finished = True
                 return
-            if head.kind is not RecordKind.PAYLOAD:
-                raise InvalidRequest(f"a store takes payload records, got {head.kind.name}")
-            if head.payload_size_bytes > buffers.size_bytes:
+            if head.kind is not self._frame_kind:
+                raise InvalidRequest(
+                    f"a store over {self.name} takes {self._frame_kind.name} records, got "
+                    f"{head.kind.name}"
+                )
+            if head.payload_size_bytes > buffers.frame_size_bytes:
                 raise InvalidRequest(
                     f"layer {head.layer_index}: a frame with {head.payload_size_bytes} bytes of "
-                    f"payload; must be 1 to {buffers.size_bytes}"
+                    f"payload; must be 1 to {buffers.frame_size_bytes}"
                 )
-            buffer = buffers.take()
+            buffer = buffers.take(head.payload_size_bytes)
             payload = buffer[: head.payload_size_bytes]
             checksums = extra[: head.extra_size_bytes]
-            await connection.receive([checksums, payload])
+            await self._take_frame(connection, head, checksums, payload)
             header = FrameHeader(
                 head.layer_index, head.first_chunk, head.slice_offset, bytes(checksums)
             )
             yield header, payload, partial(buffers.give, buffer)
+
+    async def _take_frame(
+        self,
+        connection: DataSocket,
+        head: RecordHead,
+        checksums: memoryview,
+        payload: memoryview,
+    ) -> None:
+        """Fills `checksums` and `payload`."""
+        await connection.receive([checksums, payload])
 
     def _is_at_a_record_s_end(self) -> bool:
         return self.is_finished

@@ -32,8 +32,8 @@ def test_nixl_is_for_regions_that_are_made_once(has_nixl: bool) -> None:
     """A bare buffer is not worth registering: that would take longer than most fetches."""
     choice = PlaneChoice("auto", "host:1")
     nixl = ["nixl"] if has_nixl else []
-    assert list(choice.for_fetch(Region(bytearray(1)))) == [*nixl, "tcp", "grpc"]
-    assert list(choice.for_fetch(as_region(bytearray(1)))) == ["tcp", "grpc"]
+    assert list(choice.for_region(Region(bytearray(1)))) == [*nixl, "tcp", "grpc"]
+    assert list(choice.for_region(as_region(bytearray(1)))) == ["tcp", "grpc"]
 
 
 def test_pinned_nixl_is_for_fetches_into_any_region(has_nixl: bool) -> None:
@@ -42,33 +42,33 @@ def test_pinned_nixl_is_for_fetches_into_any_region(has_nixl: bool) -> None:
             PlaneChoice("nixl", "host:1")
         return
     choice = PlaneChoice("nixl", "host:1")
-    assert list(choice.for_fetch(as_region(bytearray(1)))) == ["nixl"]
-    assert list(choice.for_store()) == ["tcp", "grpc"]
+    assert list(choice.for_region(as_region(bytearray(1)))) == ["nixl"]
+    assert list(choice.for_store(PRIVATE)) == ["tcp", "grpc"]
 
 
 def test_by_itself_the_best_that_the_region_allows(has_nixl: bool) -> None:
     choice = PlaneChoice("auto", "host:1")
-    assert list(choice.for_fetch(PRIVATE)) == ["tcp", "grpc"]
     nixl = ["nixl"] if has_nixl else []
-    assert list(choice.for_fetch(SharedRegion(1))) == ["shm", *nixl, "tcp", "grpc"]
-    assert list(choice.for_store()) == ["tcp", "grpc"]
+    assert list(choice.for_region(PRIVATE)) == ["tcp", "grpc"]
+    assert list(choice.for_region(SharedRegion(1))) == ["shm", *nixl, "tcp", "grpc"]
+    assert list(choice.for_store(PRIVATE)) == ["tcp", "grpc"]
+    assert list(choice.for_store(SharedRegion(1))) == ["shm", "tcp", "grpc"]
 
 
 @pytest.mark.parametrize("plane", ["grpc", "tcp"])
 def test_a_pinned_plane_is_the_only_one(plane: str) -> None:
     choice = PlaneChoice(plane, "host:1")
-    assert list(choice.for_fetch(SharedRegion(1))) == [plane]
-    assert list(choice.for_store()) == [plane]
+    assert list(choice.for_region(SharedRegion(1))) == [plane]
+    assert list(choice.for_region(PRIVATE)) == [plane]
     with pytest.raises(ServerUnavailable, match=f"host:1: plane {plane}: gone"):
         choice.without([plane], Unreachable(plane, "gone"))
 
 
-def test_pinned_shm_is_for_fetches_into_shared_memory() -> None:
+def test_pinned_shm_is_for_shared_memory() -> None:
     choice = PlaneChoice("shm", "host:1")
-    assert list(choice.for_fetch(SharedRegion(1))) == ["shm"]
-    assert list(choice.for_store()) == ["tcp", "grpc"]
-    with pytest.raises(InvalidRequest, match="into a SharedRegion only"):
-        choice.for_fetch(PRIVATE)
+    assert list(choice.for_region(SharedRegion(1))) == ["shm"]
+    with pytest.raises(InvalidRequest, match="plane shm takes a SharedRegion only"):
+        choice.for_region(PRIVATE)
 
 
 def test_what_cannot_be_reached_is_avoided_for_a_minute(caplog: pytest.LogCaptureFixture) -> None:
@@ -76,15 +76,15 @@ def test_what_cannot_be_reached_is_avoided_for_a_minute(caplog: pytest.LogCaptur
     choice = PlaneChoice("auto", "host:1", clock=clock)
     region = SharedRegion(1)
     region.is_lasting = False  # so not over nixl
-    left = choice.without(choice.for_fetch(region), Unreachable("shm", "another host"))
+    left = choice.without(choice.for_region(region), Unreachable("shm", "another host"))
     assert list(left) == ["tcp", "grpc"]
     clock.now = 10
     assert list(choice.without(left, Unreachable("tcp", "a firewall"))) == ["grpc"]
-    assert list(choice.for_fetch(region)) == list(choice.for_store()) == ["grpc"]
+    assert list(choice.for_region(region)) == ["grpc"]
     clock.now = 60
-    assert list(choice.for_fetch(region)) == ["shm", "grpc"]
+    assert list(choice.for_region(region)) == ["shm", "grpc"]
     clock.now = 70
-    assert list(choice.for_fetch(region)) == ["shm", "tcp", "grpc"]
+    assert list(choice.for_region(region)) == ["shm", "tcp", "grpc"]
     assert "host:1: a firewall; tcp is avoided for 60 s" in caplog.text
 
 

@@ -1,6 +1,7 @@
 """Regions over every kind of buffer, and never given up while a handle uses them."""
 
 import mmap
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvclient.region import Region, as_region
+from kvclient.shared_region import SharedRegion
 from kvserve.errors import HandleClosed, InvalidRequest
 
 
@@ -142,6 +144,24 @@ class TestClose:
         assert region.size_bytes == 8, "the refusal changed nothing"
         region.release()
         region.close()
+
+    def test_a_with_block_closes(self) -> None:
+        with Region(bytearray(8)) as region:
+            assert region.size_bytes == 8
+        with pytest.raises(HandleClosed, match="the region is closed"):
+            _ = region.view
+
+    def test_a_with_block_is_no_way_around_an_open_handle(self) -> None:
+        with pytest.raises(HandleClosed, match="in use by 1"), Region(bytearray(8)) as region:
+            region.acquire()
+
+    def test_a_with_block_gives_shared_memory_back(self) -> None:
+        with SharedRegion(4096) as region:
+            fd = region.fd
+            assert os.fstat(fd).st_size == 4096
+        assert region.fd == -1
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
 
     def test_close_twice_is_fine(self) -> None:
         region = Region(bytearray(8))

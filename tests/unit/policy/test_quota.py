@@ -19,7 +19,8 @@ HALVES = Quotas(Amount(1000, 100), high_watermark=0.8, low_watermark=0.5)
 
 
 def allowed(quotas: Quotas, own: Amount, total: Amount, size_bytes: int = 100) -> int | None:
-    return chunks_allowed(quotas, "t", own=own, total=total, chunk_size_bytes=size_bytes)
+    found = chunks_allowed(quotas, "t", own=own, total=total, chunk_size_bytes=size_bytes)
+    return None if found is None else found.chunks
 
 
 class TestAllowed:
@@ -47,7 +48,35 @@ class TestAllowed:
         )
         assert allowed(quotas, Amount(), Amount()) == 9
         others = chunks_allowed(quotas, "u", own=Amount(), total=Amount(), chunk_size_bytes=100)
-        assert others == 1
+        assert others is not None
+        assert others.chunks == 1
+
+    @pytest.mark.parametrize(
+        ("own", "total", "words"),
+        [
+            (
+                Amount(0, 0),
+                Amount(950, 0),
+                "the tree may hold 1000 bytes (capacity.size_bytes_max)",
+            ),
+            (Amount(0, 0), Amount(0, 100), "the tree may hold 100 files (capacity.files_max)"),
+            (
+                Amount(390, 1),
+                Amount(390, 1),
+                "tenant t may hold 400 bytes "
+                "(tenants.t.size_bytes_max or capacity.tenant_size_bytes_max)",
+            ),
+            (
+                Amount(0, 10),
+                Amount(0, 10),
+                "tenant t may hold 10 files (tenants.t.files_max or capacity.tenant_files_max)",
+            ),
+        ],
+    )
+    def test_the_limit_that_refuses_is_named(self, own: Amount, total: Amount, words: str) -> None:
+        quotas = Quotas(Amount(1000, 100), default=TenantQuota(Amount(400, 10)))
+        found = chunks_allowed(quotas, "t", own=own, total=total, chunk_size_bytes=100)
+        assert str(found) == words
 
     @given(st.integers(1, 50), st.integers(0, 2000), st.integers(0, 2000))
     def test_what_is_let_in_never_exceeds_the_limit(self, size: int, own: int, other: int) -> None:

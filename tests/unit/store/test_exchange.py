@@ -55,6 +55,55 @@ def test_what_was_narrowed_or_released_is_told(tmp_path: Path) -> None:
     one.close_blocking()
 
 
+def test_a_lease_is_released_at_any_server(tmp_path: Path) -> None:
+    one, other = exchange(tmp_path, "aB3"), exchange(tmp_path, "bC4")
+    one.grant_blocking(R, "d", [1, 2], 5.0)
+    one.grant_blocking(S, "d", [2, 3], 5.0)
+    assert other.release(R) == 0, "how many it had granted itself"
+    assert one.leases.chunks == 4
+    other.tell_blocking()
+    one.tell_blocking()
+    assert one.leases.records() == [(2, 105.0), (3, 105.0)]
+    assert other.leased_by_others_blocking(100.0) == {2, 3}, "told at once"
+    one.close_blocking()
+    other.close_blocking()
+
+
+def test_what_was_granted_after_the_release_stays(tmp_path: Path) -> None:
+    """Also for a server that reads of the release only then, or again from the start."""
+    one, other = exchange(tmp_path, "aB3"), exchange(tmp_path, "bC4")
+    one.grant_blocking(R, "d", [1], 5.0)
+    other.leases.clock = lambda: 101.0
+    other.release(R)
+    other.tell_blocking()
+    one.leases.clock = lambda: 101.5
+    one.grant_blocking(R, "d", [1], 5.0)
+    one.tell_blocking()
+    assert one.leases.records() == [(1, 106.5)]
+
+
+def test_who_is_alone_writes_no_releases(tmp_path: Path) -> None:
+    one = exchange(tmp_path, "aB3")
+    one.grant_blocking(R, "d", [1], 5.0)
+    assert one.release(R) == 1
+    one.tell_blocking()
+    assert [path.name for path in (tmp_path / ".leases").iterdir()] == ["aB3"]
+
+
+def test_releases_that_could_not_be_told_are_told_the_next_time(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    one, other = exchange(tmp_path, "aB3"), exchange(tmp_path, "bC4", fs)
+    one.grant_blocking(R, "d", [1], 5.0)
+    other.release(R)
+    fs.fail("released", ["rename"])
+    with pytest.raises(StorageUnavailable):
+        other.tell_blocking()
+    fs.heal()
+    other.tell_blocking()
+    one.tell_blocking()
+    assert one.leases.chunks == 0
+
+
 def test_what_could_not_be_told_is_told_the_next_time(tmp_path: Path) -> None:
     fs = FaultyFileSystem()
     one, other = exchange(tmp_path, "aB3", fs), exchange(tmp_path, "bC4")
@@ -124,3 +173,23 @@ def test_a_lease_without_end_and_odd_files_hold_nothing(tmp_path: Path) -> None:
     assert other.leased_by_others_blocking(100.0) == set()
     other.forget_dead_blocking(lambda tag: False, 100.0)
     assert not (tmp_path / ".leases" / "aB3").exists()
+
+
+def test_picks_and_leases_of_a_server_whose_files_were_removed_are_seen(tmp_path: Path) -> None:
+    """Others took it for dead, for it was paused or its mount hung; it goes on all the same."""
+    one, other = exchange(tmp_path, "aB3"), exchange(tmp_path, "bC4")
+    one.grant_blocking(R, "d", [1], 60.0)
+    one.announce_picks_blocking([5], 100.0)
+    other.read_departures_blocking()
+    for place in (".leases", ".evicted"):
+        (tmp_path / place / "aB3").unlink()
+    one.announce_picks_blocking([6], 100.0)
+    other.read_departures_blocking()
+    assert other.departures.is_leaving(6)
+    one.grant_blocking(R, "e", [2], 60.0)
+    assert other.leased_by_others_blocking(100.0) == {1, 2}
+    (tmp_path / ".leases" / "aB3").unlink()
+    one.tell_blocking()
+    assert other.leased_by_others_blocking(100.0) == {1, 2}, "also where nothing is granted anew"
+    one.close_blocking()
+    other.close_blocking()

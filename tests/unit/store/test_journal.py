@@ -37,6 +37,11 @@ def keys_of(found: list[Record]) -> list[int]:
     return [record.key for record in found]
 
 
+def add(writer: JournalWriter, some: list[Record]) -> None:
+    """As who has no other records."""
+    writer.append(some, lambda: some)
+
+
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(["append", "replace", "read"]), st.lists(records))))
 def test_a_reader_finds_what_was_written_once_and_in_order(
@@ -51,7 +56,7 @@ def test_a_reader_finds_what_was_written_once_and_in_order(
         was_replaced = has_read = False
         for what, some in [*steps, ("read", [])]:
             if what == "append":
-                writer.append(some)
+                add(writer, some)
                 unread += some
                 in_file = in_file + some
             elif what == "replace":
@@ -79,11 +84,11 @@ def test_the_end_of_the_old_file_and_all_of_the_new_are_read(tmp_path: Path) -> 
     path = str(tmp_path / "j")
     writer, reader = JournalWriter(FS, path), JournalReader(FS, path)
     assert reader.read_blocking() == ([], False), "no file yet"
-    writer.append(numbered(1))
+    add(writer, numbered(1))
     assert reader.read_blocking() == (numbered(1), False)
-    writer.append(numbered(2))
+    add(writer, numbered(2))
     writer.replace(numbered(3))
-    writer.append(numbered(4))
+    add(writer, numbered(4))
     assert reader.read_blocking() == (numbered(2, 3, 4), True)
     assert reader.read_blocking() == ([], False)
     assert read_all_blocking(FS, path) == numbered(3, 4)
@@ -95,7 +100,7 @@ def test_the_end_of_the_old_file_and_all_of_the_new_are_read(tmp_path: Path) -> 
 def test_half_a_record_is_read_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "j"
     writer, reader = JournalWriter(FS, str(path)), JournalReader(FS, str(path))
-    writer.append(numbered(1, 2))
+    add(writer, numbered(1, 2))
     whole = path.read_bytes()
     os.truncate(path, len(whole) - 5)
     assert reader.read_blocking() == (numbered(1), False)
@@ -109,7 +114,7 @@ def test_half_a_record_is_read_when_it_is_whole(tmp_path: Path) -> None:
 def test_kinds_of_later_versions_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "j"
     writer = JournalWriter(FS, str(path))
-    writer.append(numbered(1, 2, 3))
+    add(writer, numbered(1, 2, 3))
     data = bytearray(path.read_bytes())
     data[24 + 16] = 77
     path.write_bytes(data)
@@ -135,9 +140,9 @@ def test_it_is_due_when_there_is_no_file_or_a_long_one(
     monkeypatch.setattr(journal, "_SIZE_BYTES_MAX", 24 * 2)
     writer = JournalWriter(FS, str(tmp_path / "j"))
     assert writer.is_due
-    writer.append(numbered(1))
+    add(writer, numbered(1))
     assert not writer.is_due
-    writer.append(numbered(2))
+    add(writer, numbered(2))
     assert writer.is_due
     writer.replace(())
     assert not writer.is_due
@@ -150,13 +155,13 @@ class TestFailures:
         path = str(tmp_path / "j")
         fs = FaultyFileSystem(verbs=frozenset(["write_all"]))
         writer, reader = JournalWriter(fs, path), JournalReader(FS, path)
-        writer.append(numbered(1))
+        add(writer, numbered(1))
         fs.fails_at = len(fs.calls) + 1
         with pytest.raises(StorageUnavailable):
-            writer.append(numbered(2, 3))
+            add(writer, numbered(2, 3))
         assert keys_of(reader.read_blocking()[0]) == [1, 2], "half of it has arrived"
         assert writer.is_due
-        writer.append(numbered(4, 5))
+        add(writer, numbered(4, 5))
         assert reader.read_blocking() == (numbered(4, 5), True)
         writer.close()
         reader.close()
@@ -169,7 +174,7 @@ class TestFailures:
         path = str(tmp_path / "j")
         fs = FaultyFileSystem()
         writer = JournalWriter(fs, path)
-        writer.append(numbered(1))
+        add(writer, numbered(1))
         fs.fails_at = len(fs.calls) + fails_at
         try:
             writer.replace(numbered(2))
@@ -180,7 +185,7 @@ class TestFailures:
             assert keys_of(read_all_blocking(FS, path)) == [2]
             assert fails_at in (1, 6)
         fs.fails_at = 0
-        writer.append(numbered(3))
+        add(writer, numbered(3))
         assert keys_of(read_all_blocking(FS, path))[-1] == 3
         writer.close()
 
@@ -189,9 +194,9 @@ class TestFailures:
         path = str(tmp_path / "j")
         fs = FaultyFileSystem(verbs=READING)
         writer, reader = JournalWriter(FS, path), JournalReader(fs, path)
-        writer.append(numbered(1))
+        add(writer, numbered(1))
         reader.read_blocking()
-        writer.append(numbered(2))
+        add(writer, numbered(2))
         fs.fails_at = len(fs.calls) + 2
         with pytest.raises(StorageUnavailable):
             reader.read_blocking()
@@ -209,4 +214,25 @@ class TestFailures:
                 return None
 
         with pytest.raises(StorageUnavailable, match="vanished"):
-            JournalWriter(Vanishing(), str(tmp_path / "j")).append(numbered(1))
+            add(JournalWriter(Vanishing(), str(tmp_path / "j")), numbered(1))
+
+
+@pytest.mark.parametrize("comes_back", [False, True], ids=["removed", "another file there"])
+def test_a_file_that_others_have_removed_is_started_anew(tmp_path: Path, comes_back: bool) -> None:
+    """They do once they take this server for dead: what it then wrote on, nobody would read."""
+    path = tmp_path / "j"
+    writer, reader = JournalWriter(FS, str(path)), JournalReader(FS, str(path))
+    add(writer, numbered(1))
+    assert keys_of(reader.read_blocking()[0]) == [1]
+    path.unlink()
+    if comes_back:
+        path.write_bytes(b"")
+    assert writer.is_lost_blocking()
+    writer.append(numbered(2), lambda: numbered(1, 2))
+    assert not writer.is_lost_blocking()
+    found, is_replaced = reader.read_blocking()
+    assert (keys_of(found)[-2:], is_replaced) == ([1, 2], True)
+    add(writer, numbered(3))
+    assert keys_of(reader.read_blocking()[0]) == [3]
+    writer.close()
+    reader.close()

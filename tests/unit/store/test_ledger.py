@@ -96,6 +96,8 @@ def test_what_is_let_in_counts_until_it_is_stored_or_not() -> None:
     first, second = ledger.reserve("a", 100, 20), ledger.reserve("b", 100, 20)
     assert first.chunks == 8, "the tenant's files"
     assert second.chunks == 2, "what is left of the total"
+    assert (first.refused_by and first.refused_by.tenant) == "a"
+    assert (second.refused_by and second.refused_by.counts) == "size_bytes"
     assert ledger.reserve("c", 100, 1).chunks == 0
     for _ in range(6):
         ledger.changed("a", DIRECTORIES[0], 100, 1)
@@ -114,7 +116,7 @@ def test_what_is_let_in_counts_until_it_is_stored_or_not() -> None:
 def test_usage_is_the_base_and_the_own_changes_and_what_is_let_in() -> None:
     ledger = Ledger(Quotas(Amount(100, 0), high_watermark=0.5, low_watermark=0.25))
     ledger.changed("a", DIRECTORIES[0], 10, 1)
-    ledger.reserve("b", 7, 2)
+    assert ledger.reserve("b", 7, 2).refused_by is None
     ledger.set_base({"a": Amount(5, 1), "c": Amount(3, 3)})
     wanted = {"a": Amount(15, 2), "b": Amount(14, 2), "c": Amount(3, 3)}
     assert ledger.usage() == wanted

@@ -208,3 +208,15 @@ def test_a_directory_that_cannot_be_listed_keeps_the_dead_on_record(root: Path) 
     result = sweep(root, sweeper, Broken())
     assert (result.removed, result.failed) == (0, 1)
     assert dead.tag in os.listdir(root / ".servers")
+
+
+def test_what_is_no_claim_is_left_alone_and_stops_nothing(root: Path) -> None:
+    by = owner(root, 1)
+    strange = root / ".servers" / "zzz"
+    strange.mkdir()
+    (root / ".servers" / "README").write_text("for people")
+    left = leave(root, "dE5")
+    assert sweep(root, by).removed == 1
+    assert not left.exists()
+    assert strange.is_dir()
+    assert (root / ".servers" / "README").exists()

@@ -103,10 +103,31 @@ def test_a_dead_servers_changes_are_in_the_count(tmp_path: Path) -> None:
     servers.usage("aB3")
     servers.usage("bC4")
     assert servers.usage("cD5") == {"t": Amount(110, 2)}, "it died after it told"
+    contained = servers.files["bC4"].changes_of_others()
     servers.count("bC4")
-    servers.files["bC4"].forget({"aB3", "zZ9"})
+    servers.files["bC4"].forget({"aB3", "zZ9"}, contained)
     assert servers.files["bC4"].tags() == {"bC4"}
     assert servers.usage("bC4") == servers.usage("cD5") == {"t": Amount(110, 2)}
+
+
+@pytest.mark.parametrize("came", ["before", "meanwhile"])
+def test_what_a_server_did_during_a_count_and_died_is_not_forgotten(
+    tmp_path: Path, came: str
+) -> None:
+    """As a tool that comes and goes while the tree is walked: the count does not have it."""
+    servers = Servers(str(tmp_path))
+    servers.change("aB3", "t", 100)
+    if came == "before":
+        servers.change("cD5", "t", 10)
+    for tag in TAGS[: 3 if came == "before" else 1]:
+        servers.usage(tag)
+    others = servers.files["bC4"].changes_of_others()
+    counted = dict(servers.tree)
+    servers.change("cD5", "t", -100)  # after the walk had passed the place
+    servers.usage("cD5")
+    servers.files["bC4"].write_base(counted, servers.own["bC4"], others)
+    servers.files["bC4"].forget({"cD5"}, others)
+    assert servers.usage("bC4") == servers.tree
 
 
 def test_a_new_server_knows_the_usage_at_once(tmp_path: Path) -> None:
@@ -129,7 +150,15 @@ def test_unchanged_changes_are_not_written_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [b"", b"{", b"[1]", b"null", b"\xff\xfe", b'{"t": 5, "u": [1], "v": ["1", 2], "w": [1, true]}'],
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b"null",
+        b"\xff\xfe",
+        b'{"..": [5, 1], "t": [10000000000000000000, 1]}',
+        b'{"t": 5, "u": [1], "v": ["1", 2], "w": [1, true]}',
+    ],
     ids=repr,
 )
 def test_damaged_changes_count_as_nothing(tmp_path: Path, damage: bytes) -> None:

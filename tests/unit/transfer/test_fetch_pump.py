@@ -13,13 +13,18 @@ import pytest
 
 from kvserve.format.chunk_file import checksum
 from kvserve.format.frames import FrameHeader
+from kvserve.format.read_plan import growing_widths
 from kvserve.fs.threads import FsThreads
-from kvserve.model import ChunkStatus, Verdict
+from kvserve.model import ChunkStatus, Layout, Verdict, opaque
 from kvserve.transfer.fetch_pump import FetchPump
+from kvserve.transfer.ports import Piece
+from kvserve.transfer.staging import Staging
+from kvserve.transfer.step_reads import ReadPace
 from kvserve.transfer.turns import Turns
 from tests.unit.samples import HYBRID, frames_of, slice_of
 
 LAYERS = range(HYBRID.layer_count)
+TWELVE = Layout.uniform(layer_count=12, spec=opaque(100), dtype="uint8", chunk_tokens=4)
 
 
 @dataclass
@@ -31,8 +36,9 @@ class Chunk:
     checksums: tuple[int, ...]
 
 
-def stored(index: int) -> Chunk:
-    slices = [bytearray(slice_of(layer, index, HYBRID.slice_sizes[layer])) for layer in LAYERS]
+def stored(index: int, layout: Layout = HYBRID) -> Chunk:
+    sizes = layout.slice_sizes
+    slices = [bytearray(slice_of(layer, index, size)) for layer, size in enumerate(sizes)]
     return Chunk(index, slices, tuple(checksum(data) for data in slices))
 
 
@@ -50,6 +56,7 @@ class MemorySource:
     gates: dict[int, threading.Event] = field(default_factory=dict)
     running: int = 0
     held: list[int] = field(default_factory=list)
+    reads: list[tuple[int, list[int]]] = field(default_factory=list)
     hanging: dict[int, Callable[[], bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -62,16 +69,19 @@ class MemorySource:
         into[:] = chunk.slices[layer][offset : offset + len(into)]
         return True
 
-    def read_blocking(
-        self, chunk: Chunk, layer: int, offset: int, into: memoryview
-    ) -> Verdict | None:
+    def read_blocking(self, chunk: Chunk, pieces: Sequence[Piece]) -> Verdict | None:
         with self.lock:
             self.running += 1
+            self.reads.append((chunk.index, [layer for layer, _, _ in pieces]))
         assert self.gates.get(chunk.index, self.gate).wait(10)
-        into[:] = chunk.slices[layer][offset : offset + len(into)]
+        for layer, offset, into in pieces:
+            into[:] = chunk.slices[layer][offset : offset + len(into)]
         with self.lock:
             self.running -= 1
-        return self.faults.get((layer, chunk.index))
+        return next(
+            (fault for layer, _, _ in pieces if (fault := self.faults.get((layer, chunk.index)))),
+            None,
+        )
 
     def reject_blocking(self, chunk: Chunk) -> None:
         self.rejected.append(chunk.index)
@@ -147,17 +157,20 @@ def pump_of(
     chunks: Sequence[Chunk | None],
     *,
     frame_size_bytes: int = 1 << 20,
-    frames_in_flight: int = 4,
+    staging_size_bytes: int = 64 << 20,
+    reads_in_flight: int = 4,
+    layout: Layout = HYBRID,
 ) -> FetchPump[Chunk]:
     return FetchPump(
         source,
         threads,
         plane,  # type: ignore[arg-type]
-        layout=HYBRID,
+        layout=layout,
         chunks=chunks,
-        frame_size_bytes=frame_size_bytes,
-        frames_in_flight=frames_in_flight,
+        staging=Staging(staging_size_bytes, frame_size_bytes),
+        pace=ReadPace(reads_in_flight),
         turns=Turns(),
+        widths=lambda _: growing_widths(),  # whatever this machine is busy with
     )
 
 
@@ -253,9 +266,8 @@ class TestBadSlices:
 
 
 class TestBounds:
-    async def test_memory_is_bounded_by_the_frames_in_flight(
-        self, threads: ThreadPoolExecutor
-    ) -> None:
+    async def test_memory_is_bounded_by_the_staging_pool(self, threads: ThreadPoolExecutor) -> None:
+        """Half of it is for what is read ahead; a frame is counted with 4 KiB at least."""
         plane = RecordingPlane()
         pump = pump_of(
             MemorySource(is_cached=False),
@@ -263,25 +275,63 @@ class TestBounds:
             threads,
             [stored(index) for index in range(30)],
             frame_size_bytes=300,
-            frames_in_flight=3,
+            staging_size_bytes=8 * 4096,
         )
         await pump.run(LAYERS)
-        assert plane.open_frames_max <= 3
+        assert 2 <= plane.open_frames_max <= 5
         assert plane.slices() == whole(range(30))
 
+    async def test_with_memory_for_one_frame_it_still_ends(
+        self, threads: ThreadPoolExecutor
+    ) -> None:
+        plane = RecordingPlane()
+        pump = pump_of(
+            MemorySource(is_cached=False),
+            plane,
+            threads,
+            [stored(index) for index in range(5)],
+            frame_size_bytes=100,
+            staging_size_bytes=4096,
+        )
+        await pump.run(LAYERS)
+        assert plane.open_frames_max == 1
+        assert plane.slices() == whole(range(5))
+
     async def test_reads_of_a_slow_disk_overlap(self, threads: ThreadPoolExecutor) -> None:
-        """As many as there may be frames in flight, and no more."""
+        """As many as there may be, and no more."""
         source, plane = MemorySource(is_cached=False), RecordingPlane()
         source.gate.clear()
         chunks = [stored(index) for index in range(10)]
-        pump = pump_of(source, plane, threads, chunks, frame_size_bytes=256, frames_in_flight=3)
+        pump = pump_of(source, plane, threads, chunks, frame_size_bytes=256, reads_in_flight=3)
         task = asyncio.create_task(pump.run([0]))
         while source.running < 3:
             await asyncio.sleep(0)
-        assert (source.running, plane.open_frames) == (3, 3)
+        await still_running(task)
+        assert source.running == 3
         source.gate.set()
         await task
         assert [header.first_chunk for header, _ in plane.sent] == list(range(10))
+
+
+class TestSteps:
+    async def test_the_first_layer_of_all_chunks_is_read_before_any_second(
+        self, threads: ThreadPoolExecutor
+    ) -> None:
+        source, plane = MemorySource(is_cached=False), RecordingPlane()
+        chunks = [stored(index) for index in range(10)]
+        await pump_of(source, plane, threads, chunks).run(LAYERS)
+        first = [index for index, layers in source.reads[:10] if layers == [0]]
+        assert sorted(first) == list(range(10))
+        assert plane.slices() == whole(range(10))
+
+    async def test_each_chunk_is_one_read_per_step(self, threads: ThreadPoolExecutor) -> None:
+        """Of 1, 1, 2, 4, ... layers: twelve layers are five reads and not twelve."""
+        source, plane = MemorySource(is_cached=False), RecordingPlane()
+        layers = list(range(12))
+        chunks = [stored(0, TWELVE), stored(1, TWELVE)]
+        await pump_of(source, plane, threads, chunks, layout=TWELVE).run(layers)
+        of_first = [read for index, read in source.reads if index == 0]
+        assert of_first == [[0], [1], [2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
 async def still_running(task: "asyncio.Task[None]") -> None:
@@ -351,7 +401,7 @@ class TestReadsThatHang:
         gate = threading.Event()
         source, plane = MemorySource(is_cached=False, gates={1: gate}), RecordingPlane()
         chunks = [stored(index) for index in range(4)]
-        pump = pump_of(source, plane, fs_threads, chunks, frame_size_bytes=256, frames_in_flight=2)
+        pump = pump_of(source, plane, fs_threads, chunks, frame_size_bytes=256, reads_in_flight=2)
         await pump.run(LAYERS)
         assert plane.slices() == whole([0, 2, 3])
         assert [index for index, _ in plane.misses] == [1]
@@ -382,9 +432,7 @@ class TestReadsThatHang:
         gate = threading.Event()
         source = MemorySource(is_cached=False, gates={1: gate})
         chunks = [stored(0), stored(1)]
-        await pump_of(
-            source, Watching(), fs_threads, chunks, frame_size_bytes=256, frames_in_flight=1
-        ).run([0])
+        await pump_of(source, Watching(), fs_threads, chunks, frame_size_bytes=256).run([0])
         assert alive() == 1
         await self.come_back(fs_threads, gate)
         deadline = time.monotonic() + 10
@@ -392,21 +440,21 @@ class TestReadsThatHang:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
 
-    async def test_those_behind_it_in_its_frame_are_late_too(self, fs_threads: FsThreads) -> None:
+    async def test_those_beside_it_in_its_frame_are_not_late(self, fs_threads: FsThreads) -> None:
         gate = threading.Event()
         source, plane = MemorySource(is_cached=False, gates={1: gate}), RecordingPlane()
         pump = pump_of(source, plane, fs_threads, [stored(index) for index in range(4)])
         await pump.run([0])
-        assert plane.slices() == whole([0], [0])
-        assert [index for index, _ in plane.misses] == [1, 2, 3]
-        assert list(source.hanging) == [1], "of the others nobody knows"
+        assert plane.slices() == whole([0, 2, 3], [0])
+        assert [index for index, _ in plane.misses] == [1]
+        assert list(source.hanging) == [1]
         await self.come_back(fs_threads, gate)
 
     async def test_when_all_hang_it_ends_after_two_timeouts(self, fs_threads: FsThreads) -> None:
         source, plane = MemorySource(is_cached=False), RecordingPlane()
         source.gate.clear()
         chunks = [stored(index) for index in range(60)]
-        pump = pump_of(source, plane, fs_threads, chunks, frame_size_bytes=256, frames_in_flight=4)
+        pump = pump_of(source, plane, fs_threads, chunks, frame_size_bytes=256, reads_in_flight=4)
         loop = asyncio.get_running_loop()
         began = loop.time()
         await pump.run(LAYERS)

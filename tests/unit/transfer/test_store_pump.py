@@ -1,9 +1,11 @@
 """The server's side of one store: written, reported in order; one failure costs one chunk."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from kvserve.format.chunk_file import checksum
 from kvserve.format.frames import FrameHeader
 from kvserve.fs.threads import FsThreads
 from kvserve.model import ChunkStatus, Verdict
+from kvserve.transfer.staging import Staging
 from kvserve.transfer.store_pump import StorePump, failure_verdict
 from kvserve.transfer.store_session import StoreSession
 from tests.unit.samples import SMALL, frames_of, slice_of
@@ -66,12 +69,16 @@ class Store:
         self.gate.set()
         self.sinks = {index: MemorySink(self.gate) for index in NEEDED}
         self.stored_layers: list[int] = []
+        self.staging = Staging(64 << 20, 1 << 20)
+        self.share = self.staging.store()
+        self.share.__enter__()
         self.pump = StorePump(
             StoreSession(SMALL, NEEDED, frame_size_bytes_max=1 << 20),
             self.sinks.__getitem__,
             threads,
-            layer_stored=self._layer_stored,
+            layer_stored=lambda layer_index: self._layer_stored(layer_index),
             frames_in_flight=frames_in_flight,
+            share=self.share,
         )
 
     async def _layer_stored(self, layer_index: int) -> None:
@@ -239,6 +246,37 @@ async def test_close_waits_for_the_threads(threads: ThreadPoolExecutor) -> None:
     await closing
     assert all(sink.writes == 1 for sink in store.sinks.values())
     assert store.stored_layers == [], "nobody is told any more"
+
+
+async def test_a_report_that_fails_while_close_is_cancelled_is_no_stray_error(
+    threads: ThreadPoolExecutor,
+) -> None:
+    complaints: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: complaints.append(what))
+    gone, is_told = asyncio.Event(), asyncio.Event()
+
+    async def tell(layer_index: int) -> None:
+        is_told.set()
+        await gone.wait()
+        raise ConnectionError("the client is gone")
+
+    async def close_and_cancel() -> None:
+        store = Store(threads)
+        store._layer_stored = tell  # type: ignore[method-assign]
+        await store.send(0)
+        await is_told.wait()
+        closing = asyncio.create_task(store.pump.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        gone.set()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+
+    await close_and_cancel()
+    await asyncio.sleep(0.01)
+    gc.collect()
+    await asyncio.sleep(0)
+    assert complaints == []
 
 
 class TestWritesThatHang:

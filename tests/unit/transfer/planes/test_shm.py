@@ -3,9 +3,11 @@
 from itertools import pairwise
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvserve.errors import InvalidRequest
 from kvserve.format.records import (
     REGION_SIZE_BYTES,
     RegionHead,
@@ -13,11 +15,11 @@ from kvserve.format.records import (
     decode_spans,
     encode_region,
 )
-from kvserve.transfer.planes.shm import Target
+from kvserve.transfer.planes.shared_memory import SharedPayload
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.randoms(use_true_random=False))
-def test_parts_land_in_their_spans(sizes: list[int], random: Random) -> None:
+def test_parts_land_in_their_spans_and_are_read_there(sizes: list[int], random: Random) -> None:
     """Spans in any order with holes between them; the payload in parts of any size."""
     places = list(range(len(sizes)))
     random.shuffle(places)
@@ -33,7 +35,7 @@ def test_parts_land_in_their_spans(sizes: list[int], random: Random) -> None:
     for offset, size in zip(offsets, sizes, strict=True):
         expected[offset : offset + size] = payload[start : start + size]
         start += size
-    target = Target(memoryview(memory), offsets, sizes)
+    target = SharedPayload(memoryview(memory), offsets, sizes)
     assert target.size_bytes == len(payload)
     cuts = sorted({0, len(payload), *(random.randint(0, len(payload)) for _ in range(4))})
     parts = [(a, payload[a:b]) for a, b in pairwise(cuts)]
@@ -41,6 +43,13 @@ def test_parts_land_in_their_spans(sizes: list[int], random: Random) -> None:
     for begin, part in parts:
         target.write(begin, memoryview(part))
     assert memory == expected
+    for begin, part in parts:
+        into = bytearray(len(part))
+        target.read(begin, memoryview(into))
+        assert into == part
+    for begin in (1, len(payload) + 1, 2**64):
+        with pytest.raises(InvalidRequest, match=f"bytes at byte {begin} of the payload"):
+            target.read(begin, memoryview(bytearray(len(payload))))
     target.close()
 
 

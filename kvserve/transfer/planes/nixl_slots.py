@@ -22,15 +22,24 @@ class Slot:
         self.view = view
 
 
-class Staging:
-    """Slots of one size. Grows by blocks, registered once each, to at most `slots_max` slots, and
-    is never given back."""
+class Slots:
+    """Slots of one size. Grows by blocks, registered once each, and is never given back.
+
+    Frames are read into `to_read_into` slots at most; `to_write_from` more are left for frames that
+    were read elsewhere, and for those in flight.
+    """
 
     def __init__(
-        self, slot_size_bytes: int, slots_max: int, register: Callable[[int, int], None]
+        self,
+        slot_size_bytes: int,
+        *,
+        to_read_into: int,
+        to_write_from: int,
+        register: Callable[[int, int], None],
     ) -> None:
         self._slot_size_bytes = slot_size_bytes
-        self._slots_max = slots_max
+        self._to_read_into = to_read_into
+        self._slots_max = to_read_into + to_write_from
         self._register = register
         # A deque, since the last to hold a slot may be a thread.
         self._free: deque[tuple[int, memoryview]] = deque()
@@ -39,6 +48,10 @@ class Staging:
     @property
     def taken(self) -> int:
         return self.count - len(self._free)
+
+    def take_to_read_into(self) -> Slot | None:
+        """None if those left are for frames that are ready to be sent."""
+        return self.take() if self.taken < self._to_read_into else None
 
     def take(self) -> Slot:
         """Raises `Overloaded` if all are taken."""
