@@ -28,6 +28,7 @@ from kvserve.format.remote_region import encode_remote_region
 from kvserve.rpc.server import Server
 from kvserve.testing.server_process import ServerProcess
 from kvserve.v1 import kvserve_pb2 as pb
+from tests.certificates import Certificates
 from tests.payload import payload_for, small_descriptor, store_all
 from tests.rpc.test_planes import large, until, until_quiet
 
@@ -161,6 +162,48 @@ async def test_a_cancel_keeps_the_region_registered(client: AsyncClient, server:
         assert not agent.is_closed
     await until_quiet(server)
     await until(lambda: "0 writes, 0 retiring, 0 of" in repr(server.nixl))
+    region.close()
+
+
+async def test_frames_that_found_no_slot_to_be_read_into(
+    client: AsyncClient, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read elsewhere and copied into one that is kept for that."""
+    assert server.nixl is not None
+    descriptor = large()
+    source = payload_for(descriptor)
+    await store_all(client, descriptor, source)
+    region = Region(bytearray(len(source)))
+    for to_read_into in (2, 0):
+        region.view[:] = bytes(len(source))
+        monkeypatch.setattr(server.nixl.slots, "_to_read_into", to_read_into)
+        assert (await client.fetch(descriptor, region).wait()).is_whole
+        assert region.view == source
+    await until(lambda: "0 writes, 0 retiring, 0 of" in repr(server.nixl))
+    region.close()
+
+
+async def test_with_tls(start_server: Callable[..., object], certificates: Certificates) -> None:
+    """Only by name, since NIXL encrypts nothing; its connection is secured, and says QUIET."""
+    settings = {"nixl": True, **certificates.settings}
+    server: Server = await start_server(server=settings)  # type: ignore[misc]
+    descriptor = large()
+    source = payload_for(descriptor)
+    region = Region(bytearray(len(source)))
+    async with AsyncClient(server.address, tls=certificates.tls) as client:
+        await store_all(client, descriptor, source)
+        assert (await client.fetch(descriptor, region).wait()).is_whole
+        assert "0 remotes" in repr(server.nixl)
+    region.view[:] = bytes(len(source))
+    async with AsyncClient(server.address, tls=certificates.tls, plane="nixl") as client:
+        handle = client.fetch(descriptor, region)
+        await handle.layer(1)
+        agent = region_agent_blocking(region)
+        await handle.cancel()
+        assert not agent.is_closed
+        assert (await client.fetch(descriptor, region).wait()).is_whole
+    assert region.view == source
+    await until_quiet(server)
     region.close()
 
 

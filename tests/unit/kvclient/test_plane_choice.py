@@ -6,6 +6,7 @@ from kvclient.planes.base import Unreachable
 from kvclient.planes.choice import PlaneChoice
 from kvclient.region import Region, as_region
 from kvclient.shared_region import SharedRegion
+from kvclient.tls import Security, Tls
 from kvserve import nixl_agent
 from kvserve.errors import InvalidRequest, ServerUnavailable
 
@@ -34,6 +35,16 @@ def test_nixl_is_for_regions_that_are_made_once(has_nixl: bool) -> None:
     nixl = ["nixl"] if has_nixl else []
     assert list(choice.for_region(Region(bytearray(1)))) == [*nixl, "tcp", "grpc"]
     assert list(choice.for_region(as_region(bytearray(1)))) == ["tcp", "grpc"]
+
+
+def test_who_asks_for_tls_gets_nixl_only_by_name(has_nixl: bool) -> None:
+    """It encrypts nothing."""
+    region, security = Region(bytearray(1)), Security(Tls(), "host:1")
+    choice = PlaneChoice("auto", "host:1", security=security)
+    assert list(choice.for_region(region)) == ["tcp", "grpc"]
+    if has_nixl:
+        choice = PlaneChoice("nixl", "host:1", security=security)
+        assert list(choice.for_region(region)) == ["nixl"]
 
 
 def test_pinned_nixl_is_for_fetches_into_any_region(has_nixl: bool) -> None:
