@@ -55,6 +55,18 @@ class ServerConfig(_Section):
         "", description="PEM file: who signs clients' certificates; then each must show one."
     )
 
+    nixl: bool = Field(
+        False,
+        description="Fetches by one-sided writes: the nixl plane; needs nixl-cu12 and tcp plane.",
+    )
+
+    @property
+    def has_data_port(self) -> bool:
+        """Whether the tcp plane listens."""
+        if self.data_listen == "off":
+            return False
+        return bool(self.data_listen) or not self.listen.startswith("unix:")
+
     @field_validator("listen", "data_listen", "metrics_listen")
     @classmethod
     def _port_exists(cls, listen: str) -> str:

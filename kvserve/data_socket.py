@@ -117,8 +117,8 @@ class DataSocket:
         return fds[0] if fds else None
 
     def finish_sending(self) -> None:
-        """Tells the other side that nothing more comes; it still can be received from. Not for TLS,
-        whose end has two sides."""
+        """Tells the other side that nothing more comes; it still can be received from. Does nothing
+        over TLS, where receiving would end too."""
         with suppress(OSError):  # it has ended already
             self._sock.shutdown(socket.SHUT_WR)
 

@@ -84,6 +84,9 @@ class TlsDataSocket(DataSocket):
                     raise InvalidRequest(f"TLS with {self.peer}: {_reason(error)}") from error
                 raise self._broken(_reason(error)) from error
 
+    def finish_sending(self) -> None:
+        """Nothing: to shut one side down ends TLS for both."""
+
     def is_idle(self) -> bool:
         try:
             # Past TLS, which takes no flags: whatever has come, it is nothing that was asked for.

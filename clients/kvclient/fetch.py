@@ -9,6 +9,7 @@ from kvclient.handle import Handle
 from kvclient.placement import Placement
 from kvclient.planes.base import FetchPlane, Unreachable
 from kvclient.planes.grpc import GrpcFetchPlane, other_reply
+from kvclient.planes.nixl import NixlFetchPlane
 from kvclient.planes.shm import ShmFetchPlane, planes_for
 from kvclient.planes.tcp import TcpFetchPlane
 from kvserve.errors import InvalidRequest, ServerFault
@@ -102,7 +103,12 @@ class FetchHandle(Handle):
 
     async def _transfer(self) -> None:
         choice = self._channel.planes
-        planes, self._spans = planes_for(choice, self._placement, self._descriptor, self._layers)
+        planes, self._spans = planes_for(
+            choice.for_region(self._placement.region),
+            self._placement,
+            self._descriptor,
+            self._layers,
+        )
         while True:  # each turn has one plane less
             try:
                 await self._fetch(await self._channel.connected("Fetch"), planes)
@@ -138,6 +144,8 @@ class FetchHandle(Handle):
         connections = self._channel.planes.connections
         if name == "tcp":
             return TcpFetchPlane(connections, head.data)
+        if name == "nixl":
+            return NixlFetchPlane(connections, head.data, self._placement.region, self._spans)
         return ShmFetchPlane(connections, head.data, self._placement.region, self._spans)
 
     def _took(self, events: list[LayerEvent]) -> None:

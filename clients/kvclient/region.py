@@ -1,6 +1,7 @@
 """Registered regions: memory of the caller that transfers read from or write into."""
 
 import ctypes
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -30,6 +31,9 @@ class Region:
         self._owner = buffer
         self._view: memoryview | None = view.cast("B")
         self._users = 0
+        self._when_closed: list[Callable[[], None]] = []
+        self.is_lasting = True
+        """Made by the caller, for more than one transfer: worth to be registered with NIXL."""
 
     def __repr__(self) -> str:
         size = "closed" if self._view is None else f"{len(self._view)} B"
@@ -70,7 +74,14 @@ class Region:
         if self._users:
             raise HandleClosed(f"the region is in use by {self._users} open handles")
         self._view = None
+        callbacks, self._when_closed = self._when_closed, []
+        for callback in callbacks:
+            callback()
         self._owner = None
+
+    def when_closed(self, callback: Callable[[], None]) -> None:
+        """Calls it when the buffer is given up, while it is still there."""
+        self._when_closed.append(callback)
 
     def acquire(self) -> None:
         """A handle starts to use the region."""
@@ -83,7 +94,15 @@ class Region:
 
 
 def as_region(buffer: Any) -> Region:
-    return buffer if isinstance(buffer, Region) else Region(buffer)
+    if isinstance(buffer, Region):
+        return buffer
+    region = Region(buffer)
+    region.is_lasting = False
+    return region
+
+
+def address_of(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def _torch_memory(tensor: Any) -> ctypes.Array[ctypes.c_char]:

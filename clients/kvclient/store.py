@@ -115,7 +115,10 @@ class StoreHandle(Handle):
     async def _transfer(self) -> None:
         choice = self._channel.planes
         planes, self._spans = planes_for(
-            choice, self._placement, self._descriptor, self._descriptor.layer_order
+            choice.for_store(self._placement.region),
+            self._placement,
+            self._descriptor,
+            self._descriptor.layer_order,
         )
         while True:  # each turn has one plane less
             try:

@@ -1,7 +1,8 @@
 """`kvserve bench planes`: one prefix from page cache into a region, over each plane.
 
 Beside them, for each plane what a bare loop of Python does: the same reads from the same files and
-the same way to the client, and nothing else. And constant bytes over TCP.
+the same way to the client, and nothing else. And constant bytes over TCP. The nixl plane has no
+bare loop, and is left out where NIXL is not installed.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 from kvclient import AsyncClient, Region, SharedRegion
 from kvclient.planes.base import PLANES
+from kvserve import nixl_agent
 from kvserve.bench.fetch import FetchByLayer, FetchStream, check_bytes
 from kvserve.bench.grpc_ceiling import CeilingClient, ceiling_server
 from kvserve.bench.grpc_files import GrpcReadFiles
@@ -40,7 +42,9 @@ GEOMETRIES = {
 }
 """About 128 MiB each. `mla`: DeepSeek-V3's 61 layers, 16 tokens of 576 values in bfloat16."""
 _SERIES = 0
-_CASES, _OTHER_STEPS = 2 * len(PLANES) + 4, 2 * len(PLANES) + 1 + 3
+_MEASURED = [plane for plane in PLANES if plane != "nixl" or nixl_agent.is_installed()]
+_WITH_BARE_LOOP = ("shm", "tcp", "grpc")
+_CASES, _OTHER_STEPS = 2 * len(_MEASURED) + 4, 2 * len(_MEASURED) + 1 + 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +121,11 @@ async def _planes(
     shared: SharedRegion,
 ) -> Sequence[Case]:
     """With one request over each plane, then layer by layer."""
-    server = stack.enter_context(space.server())
+    settings = ("server.nixl=true",) if "nixl" in _MEASURED else ()
+    server = stack.enter_context(space.server(settings))
     whole: list[Case] = []
     by_layer: list[Case] = []
-    for plane in PLANES:
+    for plane in _MEASURED:
         client = await stack.enter_async_context(AsyncClient(server.address, plane=plane))
         into = shared if plane == "shm" else region
         stream = FetchStream(client, unit, _SERIES, region=into, pid=server.pid)
@@ -155,7 +160,9 @@ async def _bare_loops(
 
 def _bars(rows: Sequence[CaseReport]) -> list[Bar]:
     """Each plane against its own bare loop."""
-    speeds = [ratio_bar(rows, f"kvserve_stream_{it}", f"{it}_files", RATIO_MIN) for it in PLANES]
+    speeds = [
+        ratio_bar(rows, f"kvserve_stream_{it}", f"{it}_files", RATIO_MIN) for it in _WITH_BARE_LOOP
+    ]
     first = [
         first_layer_bar(rows, f"kvserve_stream_{plane}", f"{plane}_files", ms_max)
         for plane, ms_max in FIRST_LAYER_MS_MAX.items()

@@ -2,7 +2,8 @@
 
 ```
 hello    8 bytes magic, 32 bytes secret     client -> server, before every transfer
-region   16 bytes, spans                    client -> server, shm only, after the hello
+region   16 bytes, spans                    client -> server, shm only, after the hello; for nixl:
+                                            `remote_region.py`
 record   24 bytes head, extra, payload      the sender of the payload -> its receiver
 taken    24 bytes head                      server -> client, store over shm only
 ```
@@ -44,11 +45,13 @@ class RecordKind(IntEnum):
     FINISH = 3
     """Store: everything has been sent; publish."""
     LANDED = 4
-    """Fetch over shm: as PAYLOAD, but the payload is in its place already."""
+    """Fetch over shm or nixl: as PAYLOAD, but the payload is in its place already."""
     OFFERED = 5
     """Store over shm: as PAYLOAD, but the payload is in the shared memory."""
     TAKEN = 6
     """Its answer: the oldest frame without one is copied, its bytes are the client's again."""
+    QUIET = 7
+    """Fetch over nixl that ended early: the last record; nothing is written any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,10 @@ def encode_taken() -> bytes:
     return _HEAD.pack(RecordKind.TAKEN, 0, 0, 0, 0, 0)
 
 
+def encode_quiet() -> bytes:
+    return _HEAD.pack(RecordKind.QUIET, 0, 0, 0, 0, 0)
+
+
 def decode_head(raw: bytes | bytearray | memoryview) -> RecordHead:
     """Raises `MalformedMessage` for a kind that this version does not know."""
     kind, extra_size, layer_index, first_chunk, payload_size, slice_offset = _HEAD.unpack(raw)
@@ -130,7 +137,11 @@ class RegionHead:
 
 def encode_region(head: RegionHead, spans: Sequence[tuple[int, int]]) -> bytes:
     packed = _REGION.pack(head.has_memory, head.span_count, head.memory_size_bytes)
-    return packed + struct.pack(f"<{2 * len(spans)}Q", *chain.from_iterable(spans))
+    return packed + encode_spans(spans)
+
+
+def encode_spans(spans: Sequence[tuple[int, int]]) -> bytes:
+    return struct.pack(f"<{2 * len(spans)}Q", *chain.from_iterable(spans))
 
 
 def decode_region(raw: bytes | memoryview) -> RegionHead:

@@ -30,6 +30,7 @@ from kvserve.rpc.tls import ServerTls, load_tls_blocking
 from kvserve.service import Service
 from kvserve.storage_health import StorageHealth
 from kvserve.transfer.planes.data_port import DataPort
+from kvserve.transfer.planes.nixl_writer import NixlWriter, open_writer_blocking
 from kvserve.transfer.planes.offered import Planes
 from kvserve.transfer.staging import Staging
 from kvserve.transfer.step_reads import ReadPace
@@ -75,6 +76,7 @@ class Server:
         self._server: grpc.aio.Server | None = None
         self._tls: ServerTls | None = None
         self.data_port: DataPort | None = None
+        self.nixl: NixlWriter | None = None
 
     async def start(self) -> None:
         """Checks the root, binds, answers.
@@ -85,7 +87,15 @@ class Server:
                 path, uid and errno.
         """
         config, limits = self._config, self._config.limits
-        tree = await self._open_tree()
+        if config.server.nixl:
+            self.nixl = await asyncio.get_running_loop().run_in_executor(
+                None, open_writer_blocking, config
+            )
+        try:
+            tree = await self._open_tree()
+        except InvalidRequest:
+            await self._close_data_port()
+            raise
         self._metrics = Metrics(tree)
         self._upkeep = Upkeep(
             tree,
@@ -113,7 +123,9 @@ class Server:
             connections_max=2 * limits.transfers_max,
             tls=None if self._tls is None else self._tls.context,
         )
-        planes = Planes(self.data_port, frame_size_bytes_max=limits.frame_size_bytes)
+        planes = Planes(
+            self.data_port, frame_size_bytes_max=limits.frame_size_bytes, nixl=self.nixl
+        )
         self._health = Health(storage, self._threads, tree.store.check_root_blocking)
         server = self._new_server(tree, planes)
         try:
@@ -222,6 +234,9 @@ class Server:
 
     async def _close_data_port(self) -> None:
         port, self.data_port = self.data_port, None
+        nixl, self.nixl = self.nixl, None
+        if nixl is not None:
+            await nixl.stop()
         if port is not None:
             await port.stop()
 
@@ -247,7 +262,7 @@ async def serve(
 async def _open_data_port(port: DataPort, config: ServerConfig) -> None:
     """Where the tcp and the shm plane listen, as far as they are on."""
     listen, data_listen = config.listen, config.data_listen
-    if data_listen != "off" and (data_listen or not listen.startswith("unix:")):
+    if config.has_data_port:
         host = (data_listen or listen).rpartition(":")[0].strip("[]")
         number = int(data_listen.rpartition(":")[2]) if data_listen else 0
         await port.start(host, number, tell_host=bool(data_listen))

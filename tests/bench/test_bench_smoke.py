@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
+from kvserve import nixl_agent
 from kvserve.bench.planes import GEOMETRIES
 from kvserve.bench.unit import WorkUnit
 from kvserve.cli.bench import bench as bench_commands
@@ -113,6 +114,10 @@ def test_store(tmp_path: Path) -> None:
 def test_planes(tmp_path: Path) -> None:
     report = bench_json(tmp_path, "planes", *TINY, "--repeats", "2")
     requests = {case["name"]: case["requests"] for case in report["cases"]}
+    verified = [name for name in requests if name != "tcp_constant"]
+    if nixl_agent.is_installed():
+        assert requests.pop("kvserve_stream_nixl") == 1
+        assert requests.pop("kvserve_by_layer_sequential_nixl") == 2
     assert requests == {
         "kvserve_stream_shm": 1,
         "kvserve_stream_tcp": 1,
@@ -127,7 +132,7 @@ def test_planes(tmp_path: Path) -> None:
     }
     for case in report["cases"]:
         check_case(case, 2, {"shm_files", "tcp_files", "grpc_files", "tcp_constant"})
-    assert report["verified_cases"] == [name for name in requests if name != "tcp_constant"]
+    assert report["verified_cases"] == verified
     assert [bar["name"] for bar in report["bars"]] == PLANES_BARS
 
 
@@ -219,7 +224,7 @@ def test_a_plane_by_name(command: str, plane: str, tmp_path: Path) -> None:
 def test_a_plane_that_nobody_knows(command: str) -> None:
     ended = bench(command, *TINY, "--plane", "rdma")
     assert ended.returncode == 1
-    assert "--plane rdma must be one of auto, shm, tcp, grpc" in ended.stderr
+    assert "--plane rdma must be one of auto, shm, nixl, tcp, grpc" in ended.stderr
 
 
 def test_lookup(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from kvclient import (
 )
 from kvclient.channel import Rpcs
 from kvclient.planes.base import FetchCall, StoreCall
+from kvserve import nixl_agent
 from kvserve.data_socket import DataSocket
 from kvserve.errors import ServerUnavailable
 from kvserve.format.messages import descriptor_to_pb
@@ -33,13 +34,14 @@ from kvserve.rpc.server import Server
 from kvserve.testing.server_process import ServerProcess
 from kvserve.transfer.planes.base import OutgoingFrame
 from kvserve.transfer.planes.grpc import GrpcFetchPlane
+from kvserve.transfer.planes.nixl import NixlFetchPlane
 from kvserve.transfer.planes.shm import ShmFetchPlane
 from kvserve.transfer.planes.tcp import TcpFetchPlane
 from kvserve.v1 import kvserve_pb2 as pb
 from tests.payload import memory, payload_for, small_descriptor, store_all
 from tests.rpc.test_planes import until, until_quiet
 
-PLANES = ["grpc", "tcp", "shm"]
+PLANES = ["grpc", "tcp", "shm", "nixl"]
 STORED, NEW = small_descriptor(), small_descriptor(first_token=5000)
 
 StartServer = Callable[..., Awaitable[Server]]
@@ -48,13 +50,22 @@ StartServer = Callable[..., Awaitable[Server]]
 @pytest.fixture(params=PLANES)
 def plane(request: pytest.FixtureRequest) -> str:
     name: str = request.param
+    if name == "nixl" and not nixl_agent.is_installed():
+        pytest.skip("NIXL is not installed (the extra nixl)")
     return name
 
 
 @pytest.fixture(params=["fetch", "store"])
-def direction(request: pytest.FixtureRequest) -> str:
+def direction(request: pytest.FixtureRequest, plane: str) -> str:
     name: str = request.param
+    if (plane, name) == ("nixl", "store"):
+        pytest.skip("nixl is for fetches")
     return name
+
+
+@pytest.fixture
+async def server(start_server: StartServer, plane: str) -> Server:
+    return await start_server(server={"nixl": plane == "nixl"})
 
 
 def temp_files(root: Path) -> list[Path]:
@@ -235,6 +246,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+# Not nixl: UCX keeps its sockets to a dead client for a while (see `test_nixl_plane.py`).
+@pytest.mark.parametrize("plane", [it for it in PLANES if it != "nixl"], indirect=True)
 class TestKilledClients:
     """A real process, SIGKILL in the middle."""
 
@@ -297,6 +310,7 @@ async def test_sixteen_clients_at_once(
     frames, frames_max = 0, 0
     of: dict[str, type[GrpcFetchPlane | TcpFetchPlane]]
     of = {"grpc": GrpcFetchPlane, "tcp": TcpFetchPlane, "shm": ShmFetchPlane}
+    of["nixl"] = NixlFetchPlane
     new_frame, send = of[plane].new_frame, of[plane].send
 
     def counted_new_frame(self: object, *args: object) -> OutgoingFrame:

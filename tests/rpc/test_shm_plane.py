@@ -142,7 +142,7 @@ class TestMemory:
     @pytest.mark.parametrize(
         ("spans", "words"),
         [
-            ([(1, SIZE_BYTES)], f"a span of {SIZE_BYTES} bytes at 1 in shared memory of"),
+            ([(1, SIZE_BYTES)], f"a span of {SIZE_BYTES} bytes at 1 in a region of"),
             ([(2**64 - 1, 2)], "a span of 2 bytes at 18446744073709551615"),
             ([(0, 0), (0, SIZE_BYTES)], "a span of 0 bytes"),
             ([(0, SIZE_BYTES - 1)], f"spans for {SIZE_BYTES - 1} bytes, the payload has"),

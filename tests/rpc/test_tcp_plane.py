@@ -213,7 +213,7 @@ class TestConnections:
 class TestChoice:
     async def test_a_plane_that_nobody_knows(self) -> None:
         with pytest.raises(
-            InvalidRequest, match="plane 'rdma' must be one of auto, shm, tcp, grpc"
+            InvalidRequest, match="plane 'rdma' must be one of auto, shm, nixl, tcp, grpc"
         ):
             AsyncClient("127.0.0.1:1", plane="rdma")
 

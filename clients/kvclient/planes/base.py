@@ -13,7 +13,7 @@ import grpc
 from kvclient.fetch_session import FetchSession, LayerEvent
 from kvserve.format.frames import FrameHeader
 
-PLANES: Final = ("shm", "tcp", "grpc")
+PLANES: Final = ("shm", "nixl", "tcp", "grpc")
 """Best first."""
 
 FetchCall = grpc.aio.UnaryStreamCall[Any, bytes]

@@ -10,6 +10,7 @@ from kvclient.planes.tcp import DataConnections
 from kvclient.region import Region
 from kvclient.shared_region import SharedRegion
 from kvclient.tls import Security
+from kvserve import nixl_agent
 from kvserve.errors import InvalidRequest, ServerUnavailable
 
 log = logging.getLogger(__name__)
@@ -31,10 +32,13 @@ class PlaneChoice:
     ) -> None:
         if plane not in (AUTO, *PLANES):
             raise InvalidRequest(f"plane {plane!r} must be one of {', '.join((AUTO, *PLANES))}")
+        if plane == "nixl" and not nixl_agent.is_installed():
+            raise InvalidRequest(f"plane nixl: {nixl_agent.HOW_TO_INSTALL}")
         host = "127.0.0.1" if address.startswith("unix:") else address.rpartition(":")[0]
         self.connections = DataConnections(host, security)
         self._address = address
         self._plane = plane
+        self._is_secured = security is not None
         self._clock = clock
         self._avoided_until: dict[str, float] = {}
 
@@ -42,17 +46,18 @@ class PlaneChoice:
         return f"<PlaneChoice {self._plane}, reachable: {', '.join(self._reachable())}>"
 
     def for_region(self, region: Region) -> Sequence[str]:
-        """What to ask for, for a transfer from or into this region, best first.
+        """What to ask for, for a fetch into this region, best first.
 
         Raises:
             InvalidRequest: shm is pinned, and the region is not shared.
         """
-        is_shared = isinstance(region, SharedRegion)
-        if self._plane == "shm" and not is_shared:
-            raise InvalidRequest("plane shm takes a SharedRegion only")
-        if self._plane != AUTO:
-            return (self._plane,)
-        return [it for it in self._reachable() if is_shared or it != "shm"]
+        return self._fitting(region, self._plane)
+
+    def for_store(self, region: Region) -> Sequence[str]:
+        """The same for a store from it. nixl is for fetches: a client that pins it stores over the
+        best other plane."""
+        pinned = AUTO if self._plane == "nixl" else self._plane
+        return [it for it in self._fitting(region, pinned) if it != "nixl"]
 
     def without(self, planes: Sequence[str], error: Unreachable) -> Sequence[str]:
         """What is left of `planes` for this transfer; later ones avoid the plane for a while.
@@ -79,6 +84,17 @@ class PlaneChoice:
                 f"plane {' or '.join(planes)} is not there: {self._address} took {taken}"
             )
         return taken
+
+    def _fitting(self, region: Region, plane: str) -> Sequence[str]:
+        is_shared = isinstance(region, SharedRegion)
+        if plane == "shm" and not is_shared:
+            raise InvalidRequest("plane shm takes a SharedRegion only")
+        if plane != AUTO:
+            return (plane,)
+        # NIXL encrypts nothing: who asked for TLS gets it only by name.
+        is_for_nixl = region.is_lasting and not self._is_secured and nixl_agent.is_installed()
+        fits = {"shm": is_shared, "nixl": is_for_nixl}
+        return [it for it in self._reachable() if fits.get(it, True)]
 
     def _reachable(self) -> list[str]:
         now = self._clock()

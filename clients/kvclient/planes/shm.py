@@ -15,16 +15,14 @@ came.
 """
 
 import asyncio
-import ctypes
 from collections.abc import Sequence
 from weakref import ref
 
 from kvclient.fetch_session import FetchSession
 from kvclient.placement import Placement
 from kvclient.planes.base import FetchCall, StoreCall, Took
-from kvclient.planes.choice import PlaneChoice
 from kvclient.planes.tcp import DataConnections, TcpStorePlane, finish_fetch, raise_status
-from kvclient.region import Region
+from kvclient.region import Region, address_of
 from kvclient.shared_region import SharedRegion
 from kvserve.data_socket import DataSocket
 from kvserve.errors import InvalidRequest, ServerFault, ServerUnavailable
@@ -45,6 +43,7 @@ _DRAIN_BYTES = 64 << 10
 # More than a server copies before it waits for its storage; few enough that neither side's answers
 # fill a socket that the other does not read.
 _UNTAKEN_MAX = 32
+_NEED_SPANS = frozenset({"shm", "nixl"})
 
 
 class ShmFetchPlane:
@@ -152,20 +151,19 @@ async def _until_quiet(connection: DataSocket) -> None:
 
 
 def planes_for(
-    choice: PlaneChoice, placement: Placement, descriptor: Descriptor, layers: Sequence[int]
+    planes: Sequence[str], placement: Placement, descriptor: Descriptor, layers: Sequence[int]
 ) -> tuple[Sequence[str], Sequence[tuple[int, int]]]:
-    """The planes to ask for, and the spans of the payload if shm is one of them.
+    """Those of `planes` to ask for, and the spans of the payload if one of them needs them.
 
     Raises:
-        InvalidRequest: shm is pinned, and the placement is not fit for it.
+        InvalidRequest: one is pinned that the placement is not fit for.
     """
-    planes = choice.for_region(placement.region)
-    if "shm" not in planes:
+    if _NEED_SPANS.isdisjoint(planes):
         return planes, ()
     try:
         return planes, spans_of(placement, descriptor, layers)
     except InvalidRequest:
-        others = [it for it in planes if it != "shm"]
+        others = [it for it in planes if it not in _NEED_SPANS]
         if not others:
             raise
         return others, ()
@@ -179,25 +177,21 @@ def spans_of(
     Raises:
         InvalidRequest: the placement is not in its region, or in more pieces than may be named.
     """
-    base = _address(placement.region.view)
+    base = address_of(placement.region.view)
     size_bytes = placement.region.size_bytes
     spans: list[tuple[int, int]] = []
     for layer_index in layers:
         whole = Span(0, descriptor.layout.slice_sizes[layer_index])
         for view in placement.views(layer_index, 0, descriptor.chunk_count, whole):
-            offset = _address(view) - base
+            offset = address_of(view) - base
             if not 0 <= offset <= size_bytes - len(view):
-                raise InvalidRequest(f"layer {layer_index} has no place in the shared region")
+                raise InvalidRequest(f"layer {layer_index} has no place in its region")
             if spans and sum(spans[-1]) == offset:
                 spans[-1] = (spans[-1][0], spans[-1][1] + len(view))
             else:
                 spans.append((offset, len(view)))
     if len(spans) > SPANS_MAX:
         raise InvalidRequest(
-            f"the layers are in {len(spans)} pieces; the shm plane takes {SPANS_MAX}"
+            f"the layers are in {len(spans)} pieces; shm and nixl take {SPANS_MAX}"
         )
     return spans
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))

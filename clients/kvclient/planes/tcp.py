@@ -56,18 +56,20 @@ class DataConnections:
         self._security = security
         self._kept: list[tuple[float, DataSocket]] = []
 
-    async def open(self, offer: pb.DataOffer) -> DataSocket:
-        """A connection that has shown the offer's secret.
+    async def open(self, offer: pb.DataOffer, plane: str = "") -> DataSocket:
+        """A connection that has shown the offer's secret. `plane`: where the address does not tell.
 
         Raises:
             Unreachable: the address does not answer at once.
         """
-        connection = self._take(offer.address) or await self._connect(offer.address)
+        connection = self._take(offer.address) or await self._connect(
+            offer.address, plane or _plane_of(offer.address)
+        )
         try:
             await connection.send((HELLO_MAGIC, offer.secret))
         except ServerUnavailable as error:
             connection.close()
-            raise Unreachable(_plane_of(offer.address), str(error)) from error
+            raise Unreachable(plane or _plane_of(offer.address), str(error)) from error
         except BaseException:
             connection.close()
             raise
@@ -102,7 +104,7 @@ class DataConnections:
     def _resolved(self, address: str) -> str:
         return f"{self._server_host}{address}" if address.startswith(":") else address
 
-    async def _connect(self, address: str) -> DataSocket:
+    async def _connect(self, address: str, plane: str) -> DataSocket:
         where = self._resolved(address)
         refused = "no address"
         try:
@@ -125,7 +127,7 @@ class DataConnections:
         except (OSError, InvalidRequest, ServerUnavailable) as error:
             refused = str(error)
         what = f"the data address {where} cannot be reached: {refused}"
-        raise Unreachable(_plane_of(address), what)
+        raise Unreachable(plane, what)
 
     async def _secured(self, sock: socket.socket, where: str) -> DataSocket:
         """Raises `InvalidRequest` or `ServerUnavailable` if the handshake fails."""

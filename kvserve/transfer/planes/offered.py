@@ -8,6 +8,8 @@ from kvserve.model import Descriptor
 from kvserve.transfer.planes.base import FetchPlane, StorePlane
 from kvserve.transfer.planes.data_port import DataPort
 from kvserve.transfer.planes.grpc import GrpcFetchPlane, GrpcStorePlane, Read, Write
+from kvserve.transfer.planes.nixl import NixlFetchPlane
+from kvserve.transfer.planes.nixl_writer import NixlWriter
 from kvserve.transfer.planes.shm import ShmFetchPlane, ShmStorePlane
 from kvserve.transfer.planes.tcp import TcpFetchPlane, TcpStorePlane
 
@@ -17,13 +19,21 @@ _WANTED_MAX = 16
 class Planes:
     """Makes the plane of each transfer; as a context it lets go of its connection at the end."""
 
-    def __init__(self, port: DataPort, *, frame_size_bytes_max: int) -> None:
+    def __init__(
+        self, port: DataPort, *, frame_size_bytes_max: int, nixl: NixlWriter | None = None
+    ) -> None:
         self._port = port
+        self._nixl = nixl
         self._frame_size_bytes_max = frame_size_bytes_max
 
     @property
     def names(self) -> list[str]:
-        has = {"grpc": True, "tcp": bool(self._port.address), "shm": bool(self._port.unix_address)}
+        has = {
+            "grpc": True,
+            "tcp": bool(self._port.address),
+            "shm": bool(self._port.unix_address),
+            "nixl": bool(self._port.address) and self._nixl is not None,
+        }
         return [name for name, is_there in has.items() if is_there]
 
     @property
@@ -39,9 +49,12 @@ class Planes:
         Raises:
             InvalidRequest: none of them is there.
         """
-        match self._pick(wanted):
+        match self._pick(wanted, self.names):
             case "shm":
                 return ShmFetchPlane(write, self._port, descriptor, layers)
+            case "nixl":
+                assert self._nixl is not None, "it is not offered"
+                return NixlFetchPlane(write, self._port, self._nixl, descriptor, layers)
             case "tcp":
                 return TcpFetchPlane(write, self._port)
             case _:
@@ -50,9 +63,9 @@ class Planes:
     def store(
         self, wanted: Sequence[str], descriptor: Descriptor, read: Read, write: Write
     ) -> AbstractAsyncContextManager[StorePlane]:
-        """The same for a store."""
+        """The same for a store; nixl is for fetches only."""
         size = self._frame_size_bytes_max
-        match self._pick(wanted):
+        match self._pick(wanted, [name for name in self.names if name != "nixl"]):
             case "shm":
                 return ShmStorePlane(read, write, size, self._port, descriptor)
             case "tcp":
@@ -60,8 +73,8 @@ class Planes:
             case _:
                 return nullcontext(GrpcStorePlane(read, write, size))
 
-    def _pick(self, wanted: Sequence[str]) -> str:
-        names = self.names
+    @staticmethod
+    def _pick(wanted: Sequence[str], names: Sequence[str]) -> str:
         for name in wanted[:_WANTED_MAX]:
             if name in names:
                 return name

@@ -54,42 +54,20 @@ class PayloadOrder:
         return start + first_chunk * self._slice_sizes[layer_index] + slice_offset
 
 
-class SharedPayload:
-    """A payload in spans of shared memory, one after another."""
+class PayloadSpans:
+    """A payload in spans of a client's memory, one after another. The spans must be checked."""
 
-    def __init__(self, memory: memoryview, offsets: Sequence[int], sizes: Sequence[int]) -> None:
-        """The spans must have been checked."""
-        self._memory = memory
+    def __init__(self, offsets: Sequence[int], sizes: Sequence[int]) -> None:
         self._offsets = offsets
         self._sizes = sizes
         self._ends = list(accumulate(sizes))
 
-    @property
-    def size_bytes(self) -> int:
-        return self._ends[-1]
-
-    def close(self) -> None:
-        """Lets go of the memory, which can then be unmapped."""
-        self._memory.release()
-
-    def write(self, at: int, payload: memoryview) -> None:
-        """Copies a part of the payload, from its byte `at` on, to its place."""
-        for start, size in self._pieces(at, len(payload)):
-            self._memory[start : start + size] = payload[:size]
-            payload = payload[size:]
-
-    def read(self, at: int, into: memoryview) -> None:
-        """Copies a part of the payload, from its byte `at` on, out of its place."""
-        for start, size in self._pieces(at, len(into)):
-            into[:size] = self._memory[start : start + size]
-            into = into[size:]
-
-    def _pieces(self, at: int, size_bytes: int) -> Iterator[tuple[int, int]]:
+    def pieces(self, at: int, size_bytes: int) -> Iterator[tuple[int, int]]:
         """Offset and size in the memory of each piece of a part of the payload."""
-        if at + size_bytes > self.size_bytes:
+        if at + size_bytes > self._ends[-1]:
             raise InvalidRequest(
                 f"a frame of {size_bytes} bytes at byte {at} of the payload, which has "
-                f"{self.size_bytes}"
+                f"{self._ends[-1]}"
             )
         index = bisect_right(self._ends, at)
         within = at - (self._ends[index - 1] if index else 0)
@@ -98,6 +76,30 @@ class SharedPayload:
             yield self._offsets[index] + within, size
             size_bytes -= size
             index, within = index + 1, 0
+
+
+class SharedPayload:
+    """A payload in spans of shared memory."""
+
+    def __init__(self, memory: memoryview, spans: PayloadSpans) -> None:
+        self._memory = memory
+        self._spans = spans
+
+    def close(self) -> None:
+        """Lets go of the memory, which can then be unmapped."""
+        self._memory.release()
+
+    def write(self, at: int, payload: memoryview) -> None:
+        """Copies a part of the payload, from its byte `at` on, to its place."""
+        for start, size in self._spans.pieces(at, len(payload)):
+            self._memory[start : start + size] = payload[:size]
+            payload = payload[size:]
+
+    def read(self, at: int, into: memoryview) -> None:
+        """Copies a part of the payload, from its byte `at` on, out of its place."""
+        for start, size in self._spans.pieces(at, len(into)):
+            into[:size] = self._memory[start : start + size]
+            into = into[size:]
 
 
 async def receive_shared(connection: DataSocket, size_bytes: int) -> SharedPayload:
@@ -124,18 +126,22 @@ async def receive_shared(connection: DataSocket, size_bytes: int) -> SharedPaylo
         raise InvalidRequest("no shared memory came over this connection")
     offsets, sizes = decode_spans(spans)
     # Before anything holds the memory: the traceback of a refusal would keep it.
-    _check_spans(offsets, sizes, len(connection.memory))
-    if sum(sizes) != size_bytes:
-        raise InvalidRequest(f"spans for {sum(sizes)} bytes, the payload has {size_bytes}")
-    return SharedPayload(memoryview(connection.memory), offsets, sizes)
+    spans_of_payload = checked_spans(offsets, sizes, len(connection.memory), size_bytes)
+    return SharedPayload(memoryview(connection.memory), spans_of_payload)
 
 
-def _check_spans(offsets: Sequence[int], sizes: Sequence[int], memory_size_bytes: int) -> None:
+def checked_spans(
+    offsets: Sequence[int], sizes: Sequence[int], memory_size_bytes: int, payload_size_bytes: int
+) -> PayloadSpans:
+    """Raises `InvalidRequest` for spans outside of the memory, or not of the payload's size."""
     for offset, size in zip(offsets, sizes, strict=True):
         if not size or offset + size > memory_size_bytes:
             raise InvalidRequest(
-                f"a span of {size} bytes at {offset} in shared memory of {memory_size_bytes} bytes"
+                f"a span of {size} bytes at {offset} in a region of {memory_size_bytes} bytes"
             )
+    if sum(sizes) != payload_size_bytes:
+        raise InvalidRequest(f"spans for {sum(sizes)} bytes, the payload has {payload_size_bytes}")
+    return PayloadSpans(offsets, sizes)
 
 
 def _map(fd: int, size_bytes: int) -> mmap.mmap:

@@ -4,11 +4,13 @@ import pytest
 
 from kvclient.planes.base import Unreachable
 from kvclient.planes.choice import PlaneChoice
-from kvclient.region import Region
+from kvclient.region import Region, as_region
 from kvclient.shared_region import SharedRegion
+from kvclient.tls import Security, Tls
+from kvserve import nixl_agent
 from kvserve.errors import InvalidRequest, ServerUnavailable
 
-PRIVATE = Region(bytearray(1))
+PRIVATE = as_region(bytearray(1))
 
 
 class Clock:
@@ -19,10 +21,49 @@ class Clock:
         return self.now
 
 
-def test_by_itself_the_best_that_the_region_allows() -> None:
+@pytest.fixture(params=["with NIXL", "without NIXL"], autouse=True)
+def has_nixl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether it is installed here does not matter."""
+    has: bool = request.param == "with NIXL"
+    monkeypatch.setattr(nixl_agent, "is_installed", lambda: has)
+    return has
+
+
+def test_nixl_is_for_regions_that_are_made_once(has_nixl: bool) -> None:
+    """A bare buffer is not worth registering: that would take longer than most fetches."""
     choice = PlaneChoice("auto", "host:1")
+    nixl = ["nixl"] if has_nixl else []
+    assert list(choice.for_region(Region(bytearray(1)))) == [*nixl, "tcp", "grpc"]
+    assert list(choice.for_region(as_region(bytearray(1)))) == ["tcp", "grpc"]
+
+
+def test_who_asks_for_tls_gets_nixl_only_by_name(has_nixl: bool) -> None:
+    """It encrypts nothing."""
+    region, security = Region(bytearray(1)), Security(Tls(), "host:1")
+    choice = PlaneChoice("auto", "host:1", security=security)
+    assert list(choice.for_region(region)) == ["tcp", "grpc"]
+    if has_nixl:
+        choice = PlaneChoice("nixl", "host:1", security=security)
+        assert list(choice.for_region(region)) == ["nixl"]
+
+
+def test_pinned_nixl_is_for_fetches_into_any_region(has_nixl: bool) -> None:
+    if not has_nixl:
+        with pytest.raises(InvalidRequest, match=r"plane nixl: the package nixl-cu12 is not"):
+            PlaneChoice("nixl", "host:1")
+        return
+    choice = PlaneChoice("nixl", "host:1")
+    assert list(choice.for_region(as_region(bytearray(1)))) == ["nixl"]
+    assert list(choice.for_store(PRIVATE)) == ["tcp", "grpc"]
+
+
+def test_by_itself_the_best_that_the_region_allows(has_nixl: bool) -> None:
+    choice = PlaneChoice("auto", "host:1")
+    nixl = ["nixl"] if has_nixl else []
     assert list(choice.for_region(PRIVATE)) == ["tcp", "grpc"]
-    assert list(choice.for_region(SharedRegion(1))) == ["shm", "tcp", "grpc"]
+    assert list(choice.for_region(SharedRegion(1))) == ["shm", *nixl, "tcp", "grpc"]
+    assert list(choice.for_store(PRIVATE)) == ["tcp", "grpc"]
+    assert list(choice.for_store(SharedRegion(1))) == ["shm", "tcp", "grpc"]
 
 
 @pytest.mark.parametrize("plane", ["grpc", "tcp"])
@@ -45,6 +86,7 @@ def test_what_cannot_be_reached_is_avoided_for_a_minute(caplog: pytest.LogCaptur
     clock = Clock()
     choice = PlaneChoice("auto", "host:1", clock=clock)
     region = SharedRegion(1)
+    region.is_lasting = False  # so not over nixl
     left = choice.without(choice.for_region(region), Unreachable("shm", "another host"))
     assert list(left) == ["tcp", "grpc"]
     clock.now = 10
