@@ -246,7 +246,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-# Not nixl: UCX keeps its sockets to a dead client for a while (see `test_nixl_plane.py`).
+# Not nixl, whose server kept something of a dead client for more than 10 s (not looked into which);
+# `test_nixl_plane.py` has killed clients.
 @pytest.mark.parametrize("plane", [it for it in PLANES if it != "nixl"], indirect=True)
 class TestKilledClients:
     """A real process, SIGKILL in the middle."""
