@@ -83,10 +83,7 @@ class Exchange:
         records = [Record(key, RecordKind.LEASED, expires_at) for key in keys]
         try:
             with self._leasing:
-                if self._lease_file.is_due:
-                    self._lease_file.replace(self._lease_records())
-                else:
-                    self._lease_file.append(records, self._lease_records)
+                self._lease_file.append(records, self._lease_records)
             self.read_departures_blocking()
         except BaseException:
             # Not `release`: the owner's other leases have been promised.
@@ -145,10 +142,7 @@ class Exchange:
         records = [Record(key, RecordKind.LEAVING, now) for key in keys]
         self.departures.apply(self._tag, records)
         # No other pick is open here: in a new file readers miss nothing.
-        if self._evicted_file.is_due:
-            self._evicted_file.replace(records)
-        else:
-            self._evicted_file.append(records, lambda: records)
+        self._evicted_file.append(records, lambda: records)
 
     def announce_outcomes_blocking(self, outcomes: Mapping[int, RecordKind], now: float) -> None:
         """Tells everybody what became of the chunks that were picked."""

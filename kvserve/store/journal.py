@@ -67,14 +67,14 @@ class JournalWriter:
     ) -> None:
         """Every reader finds the records once this returns.
 
-        Without a file it is started anew with `all_records`. So it is if what was written on is no
-        longer the file at the path: others remove it once they take this server for dead, as after
-        a pause that was longer than its claim.
+        Without a file, or after a long one, it is started anew with `all_records`. So it is if what
+        was written on is no longer the file at the path: others remove it once they take this
+        server for dead, as after a pause that was longer than its claim.
 
         Raises:
             StorageError: the tree refused.
         """
-        if self._fd is not None:
+        if self._fd is not None and not self.is_due:
             data = _packed(records)
             try:
                 self._fs.write_all(self._fd, data, self._size)

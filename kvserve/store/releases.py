@@ -68,10 +68,7 @@ class Releases:
             return
         records = [Record(key, RecordKind.RELEASED, at) for key, at in noted.items()]
         try:
-            if self._writer.is_due:
-                self._writer.replace(records)
-            else:
-                self._writer.append(records, lambda: records)
+            self._writer.append(records, lambda: records)
         except BaseException:
             with self._lock:
                 self._pending = {**noted, **self._pending}

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
@@ -30,6 +29,7 @@ from kvserve.testing.server_process import ServerProcess
 from kvserve.v1 import kvserve_pb2 as pb
 from tests.certificates import Certificates
 from tests.payload import payload_for, small_descriptor, store_all
+from tests.rpc.stopped_server import check_that_a_cancel_is_held
 from tests.rpc.test_planes import large, until, until_quiet
 
 pytestmark = pytest.mark.skipif(
@@ -343,24 +343,8 @@ class TestProcesses:
     def test_a_server_that_hangs_holds_the_cancel(
         self, process: ServerProcess, stored: object
     ) -> None:
-        """T6: it may write when it wakes up, so until then the region is not the caller's."""
         descriptor = small_descriptor(kv_heads=8, head_dim=128, chunks=64, layers=16)
         region = Region(bytearray(descriptor.payload_size_bytes))
         with Client(process.address, plane="nixl") as client:
-            for _ in range(20):  # until it is stopped in the middle of a fetch
-                handle = client.fetch(descriptor, region)
-                handle.wait_layer(0)
-                os.kill(process.pid, signal.SIGSTOP)
-                cancelling = threading.Thread(target=handle.cancel)
-                cancelling.start()
-                cancelling.join(0.3)
-                is_held = cancelling.is_alive()
-                os.kill(process.pid, signal.SIGCONT)
-                cancelling.join(20)
-                assert not cancelling.is_alive()
-                region.view[:] = b"\xaa" * len(region.view)
-                assert region.view == b"\xaa" * len(region.view)
-                if is_held:
-                    break
-            assert is_held
+            check_that_a_cancel_is_held(process, client, descriptor, region)
         region.close()

@@ -4,7 +4,6 @@ import asyncio
 import fcntl
 import gc
 import os
-import signal
 import threading
 import weakref
 from collections.abc import Sequence
@@ -36,6 +35,7 @@ from kvserve.transfer.planes import shared_memory
 from kvserve.v1 import kvserve_pb2 as pb
 from tests.descriptors import open_files
 from tests.payload import memory, payload_for, small_descriptor, store_all
+from tests.rpc.stopped_server import check_that_a_cancel_is_held
 from tests.rpc.test_planes import large, until, until_quiet
 
 SIZE_BYTES = small_descriptor().payload_size_bytes
@@ -333,22 +333,6 @@ class TestProcesses:
     def test_a_server_that_hangs_holds_the_cancel(
         self, process: ServerProcess, stored: object
     ) -> None:
-        """T6: it may write when it wakes up, so until then the region is not the caller's."""
         region = SharedRegion(stored.payload_size_bytes)  # type: ignore[attr-defined]
         with Client(process.address, plane="shm") as client:
-            for _ in range(20):  # until it is stopped in the middle of a fetch
-                handle = client.fetch(stored, region)  # type: ignore[arg-type]
-                handle.wait_layer(0)
-                os.kill(process.pid, signal.SIGSTOP)
-                cancelling = threading.Thread(target=handle.cancel)
-                cancelling.start()
-                cancelling.join(0.3)
-                is_held = cancelling.is_alive()
-                os.kill(process.pid, signal.SIGCONT)
-                cancelling.join(20)
-                assert not cancelling.is_alive()
-                region.view[:] = b"\xaa" * len(region.view)
-                assert region.view == b"\xaa" * len(region.view)
-                if is_held:
-                    break
-            assert is_held
+            check_that_a_cancel_is_held(process, client, stored, region)  # type: ignore[arg-type]

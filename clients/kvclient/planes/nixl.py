@@ -13,12 +13,12 @@ host that has ended cannot write either. One that hangs holds the cancel.
 """
 
 import asyncio
-from collections.abc import Sequence
 
 from kvclient.fetch_session import FetchSession
 from kvclient.nixl_region import RegionAgent, region_agent_blocking
 from kvclient.planes.base import FetchCall, Took, Unreachable
-from kvclient.planes.tcp import DataConnections, raise_status
+from kvclient.planes.shm import RegionFetch
+from kvclient.planes.tcp import raise_status
 from kvclient.region import Region
 from kvserve.data_socket import DataSocket
 from kvserve.errors import InvalidRequest, MalformedMessage, ServerFault, ServerUnavailable
@@ -33,25 +33,12 @@ from kvserve.format.records import (
 )
 from kvserve.format.remote_region import encode_remote_region
 from kvserve.model import Verdict
-from kvserve.v1 import kvserve_pb2 as pb
 
 _POLL_S = 0.001
 
 
-class NixlFetchPlane:
+class NixlFetchPlane(RegionFetch):
     """Implements `FetchPlane`."""
-
-    def __init__(
-        self,
-        connections: DataConnections,
-        offer: pb.DataOffer,
-        region: Region,
-        spans: Sequence[tuple[int, int]],
-    ) -> None:
-        self._connections = connections
-        self._offer = offer
-        self._region = region
-        self._spans = spans
 
     async def receive(self, call: FetchCall, session: FetchSession, took: Took) -> None:
         agent = await _agent_of(self._region)

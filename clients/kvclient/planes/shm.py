@@ -46,8 +46,8 @@ _UNTAKEN_MAX = 32
 _NEED_SPANS = frozenset({"shm", "nixl"})
 
 
-class ShmFetchPlane:
-    """Implements `FetchPlane`."""
+class RegionFetch:
+    """A fetch whose payload the server puts into the region: at `spans`, one after another."""
 
     def __init__(
         self,
@@ -60,6 +60,10 @@ class ShmFetchPlane:
         self._offer = offer
         self._region = region
         self._spans = spans
+
+
+class ShmFetchPlane(RegionFetch):
+    """Implements `FetchPlane`."""
 
     async def receive(self, call: FetchCall, session: FetchSession, took: Took) -> None:
         connection = await self._connections.open(self._offer)
