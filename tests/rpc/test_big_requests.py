@@ -76,7 +76,9 @@ async def watched(channel: grpc.aio.Channel) -> AsyncIterator[None]:
             lookups_s.append(time.perf_counter() - started)
             await asyncio.sleep(0.01)
 
+    # A collection in between would go through whatever thousands of tests before have left.
     gc.collect()
+    gc.freeze()
     tasks = [asyncio.create_task(lags.record()), asyncio.create_task(look_up())]
     try:
         yield
