@@ -1,4 +1,4 @@
-"""Use cases that move no payload: lookup, lease, delete, pin.
+"""Use cases that move no payload: lookup, lease, verify, delete, pin.
 
 Blocking work goes to the fs threads in batches, so that a descriptor costs tasks by the batch,
 never by the chunk.
@@ -19,6 +19,7 @@ from kvserve.storage_health import StorageHealth
 from kvserve.store.chunk_store import HIT
 from kvserve.store.leases import LeaseOwner
 from kvserve.store.locations import ChunkLocations
+from kvserve.store.whole_check import check_whole_blocking
 from kvserve.transfer.batches import Late, in_batches
 from kvserve.transfer.long_steps import LongSteps
 
@@ -146,6 +147,19 @@ class Lookups:
                 len(found), partial(_worse, verdicts, found, rank)
             )
         return verdicts
+
+    async def verify(self, where: ChunkLocations) -> list[Verdict]:
+        """Reads the chunks as a whole; damaged ones are set aside."""
+
+        def late(index: int, late: Late) -> Verdict:
+            return self._store.late(where, index, late.error, late.hangs)
+
+        return await in_batches(
+            self._threads,
+            lambda index: check_whole_blocking(self._store, where, index),
+            range(where.descriptor.chunk_count),
+            late=late,
+        )
 
     async def delete(self, where: ChunkLocations) -> list[ChunkStatus]:
         """Raises `StorageError`, also if the file system gives no answer in time."""

@@ -1,7 +1,7 @@
 """The use cases in the glossary's words, and who is let in.
 
-Lookup, lease, store, fetch, delete, pin; `lookups.py` and `transfers.py` do the work. Knows nothing
-of gRPC or protobuf.
+Lookup, lease, store, fetch, verify, delete, pin; `lookups.py` and `transfers.py` do the work. Knows
+nothing of gRPC or protobuf.
 """
 
 import asyncio
@@ -119,6 +119,13 @@ class Service:
     def release(self, tenant: str, request: str) -> int:
         """How many leased chunks were given free."""
         return self._tree.exchange.release((tenant, request))
+
+    async def verify(self, where: ChunkLocations) -> list[Verdict]:
+        """Whether the chunks are stored and right; it costs as much as a transfer."""
+        with self._admitted():
+            verdicts = await self._lookups.verify(where)
+            self._metrics.answered("verify", verdicts)
+            return verdicts
 
     async def delete(self, where: ChunkLocations) -> list[ChunkStatus]:
         with self._looking_up(where):

@@ -243,6 +243,10 @@ class Client:
             )
         )
 
+    def verify(self, descriptor: Descriptor, *, timeout_s: float | None = None) -> Presence:
+        """See `AsyncClient.verify`."""
+        return _wait(self._client.verify(descriptor, timeout_s=timeout_s))
+
     def release(
         self, lease_owner: str, *, tenant: str = "default", timeout_s: float | None = None
     ) -> int:

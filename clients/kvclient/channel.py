@@ -58,6 +58,11 @@ class Rpcs:
             request_serializer=pb.LookupRequest.SerializeToString,
             response_deserializer=pb.LookupReply.FromString,
         )
+        self.verify = channel.unary_unary(
+            f"/{SERVICE}/Verify",
+            request_serializer=pb.VerifyRequest.SerializeToString,
+            response_deserializer=pb.VerifyReply.FromString,
+        )
         self.delete = channel.unary_unary(
             f"/{SERVICE}/Delete",
             request_serializer=pb.DeleteRequest.SerializeToString,

@@ -171,6 +171,20 @@ class AsyncClient:
             verdicts = verdicts_from_pb(reply.chunk_statuses, reply.details, descriptor.chunk_count)
         return Presence(leading_hits(verdicts), verdicts, reply.leased_chunks)
 
+    async def verify(self, descriptor: Descriptor, *, timeout_s: float | None = None) -> Presence:
+        """Has the server read stored chunks as a whole and compare every slice with its checksum.
+
+        What does not match is set aside there: a miss from then on. A fetch asks for this by itself
+        for chunks that did not match on arrival.
+        """
+        request = pb.VerifyRequest(descriptor=descriptor_to_pb(descriptor))
+        reply: pb.VerifyReply = await self._answer(
+            "Verify", lambda rpcs: rpcs.verify, request, timeout_s
+        )
+        with translated(self._channel.address, "Verify", 0):
+            verdicts = verdicts_from_pb(reply.chunk_statuses, reply.details, descriptor.chunk_count)
+        return Presence(leading_hits(verdicts), verdicts)
+
     async def release(
         self, lease_owner: str, *, tenant: str = "default", timeout_s: float | None = None
     ) -> int:

@@ -1,7 +1,11 @@
 """Fetch handles: layers arrive in the caller's region, one completion event each."""
 
+import logging
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
+
+import grpc
 
 from kvclient.channel import Channel, Rpcs
 from kvclient.fetch_session import FetchSession, LayerEvent
@@ -12,8 +16,8 @@ from kvclient.planes.grpc import GrpcFetchPlane, other_reply
 from kvclient.planes.nixl import NixlFetchPlane
 from kvclient.planes.shm import ShmFetchPlane, planes_for
 from kvclient.planes.tcp import TcpFetchPlane
-from kvserve.errors import InvalidRequest, ServerFault
-from kvserve.format.messages import descriptor_to_pb, parse
+from kvserve.errors import InvalidRequest, KvserveError, ServerFault
+from kvserve.format.messages import descriptor_to_pb, parse, verdicts_from_pb
 from kvserve.model import (
     ChunkStatus,
     Descriptor,
@@ -23,6 +27,11 @@ from kvserve.model import (
     miss_counts,
 )
 from kvserve.v1 import kvserve_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+# Of the time that is left: a fetch whose layers have all come does not fail over its report.
+_REPORT_PART: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +127,31 @@ class FetchHandle(Handle):
                 self._session = FetchSession(self._descriptor, self._layers, self._placement)
         if not self._session.is_finished:
             raise ServerFault("the server ended the stream before the last layer")
+        if self._session.doubted:
+            await self._report(self._session.doubted)
+
+    async def _report(self, doubted: Sequence[int]) -> None:
+        """Tells the server which chunks did not match here; what it finds becomes their message.
+
+        They are misses whatever it answers, and if it does not, the next fetch tells it again.
+        """
+        hashes = tuple(self._descriptor.chunk_hashes[index] for index in doubted)
+        request = pb.VerifyRequest(
+            descriptor=descriptor_to_pb(replace(self._descriptor, chunk_hashes=hashes))
+        )
+        found: Sequence[Verdict] = ()
+        try:
+            rpcs = await self._channel.connected("Verify")
+            reply = await rpcs.verify(request, timeout=self._time_left_s() * _REPORT_PART)
+            found = verdicts_from_pb(reply.chunk_statuses, reply.details, len(doubted))
+        except (grpc.RpcError, KvserveError) as error:
+            log.warning("%d chunks did not match on arrival, not reported: %s", len(doubted), error)
+        verdicts = self._session.verdicts
+        for index, verdict in zip(doubted, found, strict=False):
+            here = verdicts[index].message
+            there = "the stored chunk is right" if verdict.status is ChunkStatus.HIT else ""
+            text = f"{here}; on the server: {there or verdict.message or verdict.status.name}"
+            verdicts[index] = Verdict(ChunkStatus.MISS_CORRUPT, text)
 
     async def _fetch(self, rpcs: Rpcs, planes: Sequence[str]) -> None:
         request = pb.FetchRequest(

@@ -6,11 +6,13 @@ right. A layer is done when no hit is outstanding, so a chunk that turns into a 
 delays nobody. Frames that break this order are a defect of the server, not of the caller.
 """
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvclient.placement import Placement
 from kvserve.errors import InvalidRequest, ServerFault
+from kvserve.format.chunk_file import checksum, checksums_from
 from kvserve.format.frames import FrameHeader
 from kvserve.format.verify import SliceVerifier
 from kvserve.model import ChunkStatus, Descriptor, Span, Verdict
@@ -69,6 +71,8 @@ class FetchSession:
         self._placed: _Placed | None = None
         self.verdicts: list[Verdict] = []
         self.landed_bytes = 0
+        self.doubted: list[int] = []
+        """Chunks that did not match here: the server has not found fault with them."""
 
     @property
     def chunk_count(self) -> int:
@@ -136,9 +140,10 @@ class FetchSession:
                 f"piece of a slice of {size} bytes nor whole slices"
             )
         count = 1 if is_piece else size_bytes // size
-        for chunk_index in range(first_chunk, first_chunk + count):
-            if chunk_index not in self._outstanding:
-                raise ServerFault(f"chunk {chunk_index} came twice, as a miss, or is not asked for")
+        chunks = range(first_chunk, first_chunk + count)
+        if not self._outstanding.issuperset(chunks):
+            which = next(index for index in chunks if index not in self._outstanding)
+            raise ServerFault(f"chunk {which} came twice, as a miss, or is not asked for")
         span = Span(slice_offset, slice_offset + size_bytes) if is_piece else Span(0, size)
         views = self._placement.views(layer_index, first_chunk, count, span)
         if (given := sum(map(len, views))) != size_bytes:
@@ -154,27 +159,48 @@ class FetchSession:
         placed, self._placed = self._placed, None
         assert placed is not None, "no frame was placed"
         layer_index, span = self._layers[self._done], placed.span
-        ends = span.stop == self._descriptor.layout.slice_sizes[layer_index]
-        for number, parts in enumerate(placed.slices()):
-            chunk_index = placed.first_chunk + number
-            is_good = self._verifier.check(
-                *parts,
-                slice_offset=span.start,
-                ends_slice=ends,
-                expected=int.from_bytes(checksums[8 * number : 8 * number + 8], "little"),
-            )
-            self.landed_bytes += span.size_bytes
-            if ends:
-                self._outstanding.discard(chunk_index)
-                if not is_good:
-                    text = f"layer {layer_index} does not match its checksum on arrival"
-                    self.verdicts[chunk_index] = Verdict(ChunkStatus.MISS_CORRUPT, text)
-                    self._hits.discard(chunk_index)
-        if ends:
-            self._chunk_at, self._offset_at = placed.first_chunk + placed.chunk_count, 0
-        else:
+        self.landed_bytes += span.size_bytes * placed.chunk_count
+        if span.stop < self._descriptor.layout.slice_sizes[layer_index]:
+            (parts,) = placed.slices()
+            self._verifier.check(*parts, slice_offset=span.start, ends_slice=False, expected=0)
             self._chunk_at, self._offset_at = placed.first_chunk, span.stop
+            return []
+        if len(checksums) != 8 * placed.chunk_count:
+            raise ServerFault(
+                f"layer {layer_index}: {len(checksums)} bytes of checksums for "
+                f"{placed.chunk_count} slices"
+            )
+        end = placed.first_chunk + placed.chunk_count
+        for chunk_index in self._mismatches(placed, checksums_from(checksums)):
+            text = f"layer {layer_index} does not match its checksum on arrival"
+            self.verdicts[chunk_index] = Verdict(ChunkStatus.MISS_CORRUPT, text)
+            self._hits.discard(chunk_index)
+            self.doubted.append(chunk_index)
+        self._outstanding.difference_update(range(placed.first_chunk, end))
+        self._chunk_at, self._offset_at = end, 0
         return self._completed()
+
+    def _mismatches(self, placed: _Placed, expected: "array[int]") -> list[int]:
+        """The chunks whose slices, which end here, do not match and were good so far."""
+        size = placed.span.size_bytes
+        if len(placed.views) == 1 and not placed.span.start:
+            # Most often: every slice costs its checksum and little else.
+            view = placed.views[0]
+            are_right = [
+                checksum(view[number * size : (number + 1) * size]) == value
+                for number, value in enumerate(expected)
+            ]
+        else:
+            are_right = [
+                self._verifier.check(
+                    *parts, slice_offset=placed.span.start, ends_slice=True, expected=value
+                )
+                for parts, value in zip(placed.slices(), expected, strict=True)
+            ]
+        if all(are_right):
+            return []
+        wrong = (placed.first_chunk + n for n, is_right in enumerate(are_right) if not is_right)
+        return [chunk_index for chunk_index in wrong if chunk_index in self._hits]
 
     def _completed(self) -> list[LayerEvent]:
         events: list[LayerEvent] = []

@@ -128,6 +128,8 @@ class NullFrame:
 
     __slots__ = ("buffer", "payload")
 
+    is_in_place = False
+
     def __init__(self, buffer: memoryview, payload_size_bytes: int) -> None:
         self.buffer = buffer
         self.payload = buffer[:payload_size_bytes]
@@ -145,7 +147,9 @@ class NullPlane:
     async def head(self, verdicts: list[Verdict]) -> None:
         raise AssertionError("the service sends the head")
 
-    def new_frame(self, header: FrameHeader, payload_size_bytes: int) -> NullFrame:
+    def new_frame(
+        self, header: FrameHeader, payload_size_bytes: int, *, may_be_in_place: bool
+    ) -> NullFrame:
         return NullFrame(self._staging.take(payload_size_bytes), payload_size_bytes)
 
     async def send(self, frame: OutgoingFrame) -> None:

@@ -67,6 +67,11 @@ def checksums_from(packed: bytes) -> "array[int]":
     return found
 
 
+def pack_checksums(values: Sequence[int]) -> bytes:
+    """The other way round."""
+    return struct.pack(f"<{len(values)}Q", *values)
+
+
 def _aligned(size: int, to: int = ALIGNMENT_BYTES) -> int:
     return -(-size // to) * to
 

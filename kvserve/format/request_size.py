@@ -21,6 +21,7 @@ BESIDE_HASHES_BYTES_MAX: Final = 128 << 10
 """4,096 different layers, their order and the names are some 100 KiB."""
 _HASHES_PATHS: Final = {
     pb.LookupRequest: (1, 5),
+    pb.VerifyRequest: (1, 5),
     pb.DeleteRequest: (1, 5),
     pb.PinRequest: (1, 5),
     pb.FetchRequest: (1, 5),

@@ -1,12 +1,18 @@
 """Checks slices against their checksums as their bytes pass by, in order. Pure.
 
 A slice that comes whole is checked at once; one that comes in pieces is hashed piece by piece.
-Both ends use it: the server on what it reads, the client on what arrives.
+Both ends use it: the client on what has landed, the server on what came from a disk.
 """
 
 import xxhash
 
 from kvserve.format.chunk_file import checksum
+from kvserve.model import ChunkStatus, Verdict
+
+
+def mismatch(layer_index: int) -> Verdict:
+    """What a chunk is of which a slice has a wrong checksum."""
+    return Verdict(ChunkStatus.MISS_CORRUPT, f"checksum of layer {layer_index} does not match")
 
 
 class SliceVerifier:

@@ -56,6 +56,7 @@ class Servicer:
             {
                 "GetServerInfo": unary(with_status(self.get_server_info)),
                 "Lookup": unary(with_status(self.lookup)),
+                "Verify": unary(with_status(self.verify)),
                 "Delete": unary(with_status(self.delete)),
                 "Release": unary(with_status(self.release)),
                 "Pin": unary(with_status(self.pin)),
@@ -102,6 +103,12 @@ class Servicer:
             leased_chunks=leased,
         )
         return reply.SerializeToString()
+
+    async def verify(self, raw: bytes, context: _Context) -> bytes:
+        request = parse_bounded(pb.VerifyRequest, raw)
+        verdicts = await self._service.verify(await self._descriptors.read(request.descriptor))
+        chunk_statuses, details = verdicts_to_pb(verdicts)
+        return pb.VerifyReply(chunk_statuses=chunk_statuses, details=details).SerializeToString()
 
     async def delete(self, raw: bytes, context: _Context) -> bytes:
         request = parse_bounded(pb.DeleteRequest, raw)

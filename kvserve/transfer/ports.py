@@ -37,9 +37,14 @@ class SliceSource(ChunkHolder[C_contra], Protocol[C_contra]):
     """Reads pieces of slices."""
 
     def read_cached(
-        self, chunk: C_contra, layer_index: int, slice_offset: int, into: memoryview
-    ) -> bool:
-        """Fills `into` only if that needs no waiting; True if it did."""
+        self,
+        chunks: Sequence[C_contra | None],
+        layer_index: int,
+        slice_offset: int,
+        into: memoryview,
+    ) -> int:
+        """Fills the chunks' equal parts of `into`, in order, for as long as that needs no waiting;
+        how many. The part of None is passed over."""
 
     def read_blocking(self, chunk: C_contra, pieces: Sequence[Piece]) -> Verdict | None:
         """Fills all the pieces; a miss if the file ends early or cannot be read."""

@@ -309,6 +309,20 @@ class FetchReply(_message.Message):
     miss: ChunkMiss
     def __init__(self, head: _Optional[_Union[FetchHead, _Mapping]] = ..., payload: _Optional[_Union[PayloadFrame, _Mapping]] = ..., miss: _Optional[_Union[ChunkMiss, _Mapping]] = ...) -> None: ...
 
+class VerifyRequest(_message.Message):
+    __slots__ = ("descriptor",)
+    DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
+    descriptor: Descriptor
+    def __init__(self, descriptor: _Optional[_Union[Descriptor, _Mapping]] = ...) -> None: ...
+
+class VerifyReply(_message.Message):
+    __slots__ = ("chunk_statuses", "details")
+    CHUNK_STATUSES_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    chunk_statuses: bytes
+    details: _containers.RepeatedCompositeFieldContainer[ChunkDetail]
+    def __init__(self, chunk_statuses: _Optional[bytes] = ..., details: _Optional[_Iterable[_Union[ChunkDetail, _Mapping]]] = ...) -> None: ...
+
 class DeleteRequest(_message.Message):
     __slots__ = ("descriptor",)
     DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]

@@ -54,6 +54,11 @@ class KvServeStub(object):
                 request_serializer=kvserve_dot_v1_dot_kvserve__pb2.FetchRequest.SerializeToString,
                 response_deserializer=kvserve_dot_v1_dot_kvserve__pb2.FetchReply.FromString,
                 _registered_method=True)
+        self.Verify = channel.unary_unary(
+                '/kvserve.v1.KvServe/Verify',
+                request_serializer=kvserve_dot_v1_dot_kvserve__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=kvserve_dot_v1_dot_kvserve__pb2.VerifyReply.FromString,
+                _registered_method=True)
         self.Delete = channel.unary_unary(
                 '/kvserve.v1.KvServe/Delete',
                 request_serializer=kvserve_dot_v1_dot_kvserve__pb2.DeleteRequest.SerializeToString,
@@ -107,7 +112,17 @@ class KvServeServicer(object):
 
     def Fetch(self, request, context):
         """Streams layers in the order asked for. The server sends `head`, then the frames of each layer
-        in turn. A chunk found bad on the way is reported by `miss` and skipped from there on.
+        in turn. A chunk found bad on the way is reported by `miss` and skipped from there on. The
+        client must verify every slice against its checksum: the server does not, for what it has in
+        page cache. If one does not match the client says so by `Verify`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Verify(self, request, context):
+        """Reads stored chunks as a whole and compares every slice with its checksum. What does not match
+        is set aside, and a miss from then on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -163,6 +178,11 @@ def add_KvServeServicer_to_server(servicer, server):
                     servicer.Fetch,
                     request_deserializer=kvserve_dot_v1_dot_kvserve__pb2.FetchRequest.FromString,
                     response_serializer=kvserve_dot_v1_dot_kvserve__pb2.FetchReply.SerializeToString,
+            ),
+            'Verify': grpc.unary_unary_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=kvserve_dot_v1_dot_kvserve__pb2.VerifyRequest.FromString,
+                    response_serializer=kvserve_dot_v1_dot_kvserve__pb2.VerifyReply.SerializeToString,
             ),
             'Delete': grpc.unary_unary_rpc_method_handler(
                     servicer.Delete,
@@ -293,6 +313,33 @@ class KvServe(object):
             '/kvserve.v1.KvServe/Fetch',
             kvserve_dot_v1_dot_kvserve__pb2.FetchRequest.SerializeToString,
             kvserve_dot_v1_dot_kvserve__pb2.FetchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvserve.v1.KvServe/Verify',
+            kvserve_dot_v1_dot_kvserve__pb2.VerifyRequest.SerializeToString,
+            kvserve_dot_v1_dot_kvserve__pb2.VerifyReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -87,6 +87,8 @@ class Sender:
 
 
 class _Frame:
+    is_in_place = False
+
     def __init__(self, header: FrameHeader, size: int) -> None:
         self.header = header
         self.payload = memoryview(bytearray(size))
@@ -102,7 +104,9 @@ class Receiver:
     async def head(self, verdicts: list[Verdict]) -> None:
         self.verdicts = list(verdicts)
 
-    def new_frame(self, header: FrameHeader, payload_size_bytes: int) -> _Frame:
+    def new_frame(
+        self, header: FrameHeader, payload_size_bytes: int, *, may_be_in_place: bool
+    ) -> _Frame:
         return _Frame(header, payload_size_bytes)
 
     async def send(self, frame: _Frame) -> None:

@@ -130,6 +130,7 @@ async def test_descriptor(channel: grpc.aio.Channel, root: Path, name: str) -> N
     calls = {
         "Lookup": pb.LookupRequest(descriptor=message),
         "Delete": pb.DeleteRequest(descriptor=message),
+        "Verify": pb.VerifyRequest(descriptor=message),
         "Fetch": pb.FetchRequest(descriptor=message),
     }
     for rpc, request in calls.items():

@@ -314,11 +314,13 @@ async def test_sixteen_clients_at_once(
     of["nixl"] = NixlFetchPlane
     new_frame, send = of[plane].new_frame, of[plane].send
 
-    def counted_new_frame(self: object, *args: object) -> OutgoingFrame:
+    def counted_new_frame(
+        self: object, *args: object, may_be_in_place: bool = False
+    ) -> OutgoingFrame:
         nonlocal frames, frames_max
         frames += 1
         frames_max = max(frames_max, frames)
-        return new_frame(self, *args)  # type: ignore[arg-type]
+        return new_frame(self, *args, may_be_in_place=may_be_in_place)  # type: ignore[arg-type]
 
     async def counted_send(self: object, frame: OutgoingFrame) -> None:
         nonlocal frames

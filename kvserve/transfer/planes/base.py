@@ -13,9 +13,16 @@ that receives into memory of its own uses it again. A store that ends early just
 
 
 class OutgoingFrame(Protocol):
-    """A frame under construction. `payload` is writable until the frame is sent."""
+    """A frame under construction. `payload` is writable until the frame is sent.
+
+    `is_in_place`: `payload` is the receiver's own memory: to be written by the event loop only, and
+    only while the transfer goes on.
+    """
 
     payload: memoryview
+
+    @property
+    def is_in_place(self) -> bool: ...
 
 
 class FetchPlane(Protocol):
@@ -24,7 +31,9 @@ class FetchPlane(Protocol):
     async def head(self, verdicts: list[Verdict]) -> None:
         """Tells the client which chunks come, before any payload."""
 
-    def new_frame(self, header: FrameHeader, payload_size_bytes: int) -> OutgoingFrame:
+    def new_frame(
+        self, header: FrameHeader, payload_size_bytes: int, *, may_be_in_place: bool
+    ) -> OutgoingFrame:
         """Memory for a frame; file reads land in `payload` directly."""
 
     async def send(self, frame: OutgoingFrame) -> None:

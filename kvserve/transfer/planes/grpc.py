@@ -38,6 +38,8 @@ class GrpcFrame:
 
     __slots__ = ("message", "payload")
 
+    is_in_place = False
+
     def __init__(self, prefix: bytes, payload_size_bytes: int) -> None:
         size = len(prefix) + payload_size_bytes
         self.message: bytes = _new_bytes(None, size)
@@ -59,7 +61,9 @@ class GrpcFetchPlane:
     async def head(self, verdicts: list[Verdict]) -> None:
         await self._write(fetch_head(verdicts, self.name, None))
 
-    def new_frame(self, header: FrameHeader, payload_size_bytes: int) -> GrpcFrame:
+    def new_frame(
+        self, header: FrameHeader, payload_size_bytes: int, *, may_be_in_place: bool
+    ) -> GrpcFrame:
         return GrpcFrame(encode_prefix(header, payload_size_bytes), payload_size_bytes)
 
     async def send(self, frame: OutgoingFrame) -> None:

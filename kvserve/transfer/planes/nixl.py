@@ -184,7 +184,9 @@ class NixlFetchPlane(TcpFetchPlane):
         self._target = Target(remote, region.address, spans)
         self._landing = Landing(connection)
 
-    def new_frame(self, header: FrameHeader, payload_size_bytes: int) -> NixlFrame:
+    def new_frame(
+        self, header: FrameHeader, payload_size_bytes: int, *, may_be_in_place: bool
+    ) -> NixlFrame:
         head = encode_frame(header, payload_size_bytes, RecordKind.LANDED)
         slot = self._writer.slots.take_to_read_into()
         buffer = self._port.buffers.take(payload_size_bytes) if slot is None else slot.view

@@ -89,6 +89,11 @@ class SharedPayload:
         """Lets go of the memory, which can then be unmapped."""
         self._memory.release()
 
+    def place(self, at: int, size_bytes: int) -> memoryview | None:
+        """Where a part of the payload, from its byte `at` on, is; None if it is in several."""
+        start, size = next(self._spans.pieces(at, size_bytes))
+        return self._memory[start : start + size] if size == size_bytes else None
+
     def write(self, at: int, payload: memoryview) -> None:
         """Copies a part of the payload, from its byte `at` on, to its place."""
         for start, size in self._spans.pieces(at, len(payload)):

@@ -1,14 +1,14 @@
 """The shm plane, server side: payload in memory that a client on the same host shares.
 
 The client passes its memory as a file descriptor and says where in it the payload is. Only the
-heads of records travel. A frame is copied once, between the memory and a buffer of the server's
-own, while that is in the CPU's cache.
+heads of records travel.
 
-Why there is such a buffer: the client can write into the memory at any time. A fetch that read
-files straight into it would verify bytes that may change under it, and set good chunks aside as
-damaged because of somebody's wild pointer; a store that wrote files straight from it could publish
-bytes that never matched their checksum. And a thread that hangs in a file call would hold the
-client's memory.
+What a fetch reads from page cache goes straight to its place: the event loop does that, so nothing
+writes there once the fetch has ended, and the client checks it there. What threads read goes
+through a buffer of the server's own, and so does what a store brings: a thread that hangs in a file
+call would hold the client's memory, and the client can write into that at any time. A server that
+verified there would set good chunks aside because of somebody's wild pointer, and one that stored
+from there could publish bytes that never matched their checksum.
 
 A store tells its client of each frame that it has copied (TAKEN): from then on the bytes are the
 client's again.
@@ -55,9 +55,9 @@ class _Shared(Connected):
 
 
 class ShmFrame(TcpFrame):
-    """A frame that knows where in the payload it belongs."""
+    """A frame that knows where in the payload it belongs, or is there already."""
 
-    __slots__ = ("at",)
+    __slots__ = ("at", "is_in_place")
 
     at: int
 
@@ -77,18 +77,26 @@ class ShmFetchPlane(_Shared, TcpFetchPlane):
         await super().head(verdicts)
         await self._receive_memory()
 
-    def new_frame(self, header: FrameHeader, payload_size_bytes: int) -> ShmFrame:
+    def new_frame(
+        self, header: FrameHeader, payload_size_bytes: int, *, may_be_in_place: bool
+    ) -> ShmFrame:
+        assert self._payload is not None, "a frame without memory"
         head = encode_frame(header, payload_size_bytes, RecordKind.LANDED)
-        frame = ShmFrame(head, self._port.buffers.take(payload_size_bytes), payload_size_bytes)
-        frame.at = self._order.at(header.layer_index, header.first_chunk, header.slice_offset)
+        at = self._order.at(header.layer_index, header.first_chunk, header.slice_offset)
+        place = self._payload.place(at, payload_size_bytes) if may_be_in_place else None
+        buffer = self._port.buffers.take(payload_size_bytes) if place is None else place
+        frame = ShmFrame(head, buffer, payload_size_bytes)
+        frame.at = at
+        frame.is_in_place = place is not None
         return frame
 
     async def send(self, frame: OutgoingFrame) -> None:
         assert isinstance(frame, ShmFrame)
         assert self._connection is not None, "a frame without a hit"
         assert self._payload is not None, "a frame without memory"
-        self._payload.write(frame.at, frame.payload)
-        self._port.buffers.give(frame.buffer)
+        if not frame.is_in_place:
+            self._payload.write(frame.at, frame.payload)
+            self._port.buffers.give(frame.buffer)
         await self._connection.send((frame.head,))
 
 

@@ -66,6 +66,8 @@ class TcpFrame:
 
     __slots__ = ("buffer", "head", "payload")
 
+    is_in_place = False
+
     def __init__(self, head: bytes, buffer: memoryview, payload_size_bytes: int) -> None:
         self.head = head
         self.buffer = buffer
@@ -89,7 +91,9 @@ class TcpFetchPlane(Connected):
             await self._write(fetch_head(verdicts, self.name, self._offer(expected)))
             self._connection = await expected.connection()
 
-    def new_frame(self, header: FrameHeader, payload_size_bytes: int) -> TcpFrame:
+    def new_frame(
+        self, header: FrameHeader, payload_size_bytes: int, *, may_be_in_place: bool
+    ) -> TcpFrame:
         head = encode_frame(header, payload_size_bytes)
         return TcpFrame(head, self._port.buffers.take(payload_size_bytes), payload_size_bytes)
 

@@ -194,10 +194,14 @@ class TestDamageOnTheWay:
         assert fetch.events == [LayerEvent(0, (0,)), LayerEvent(1, (0,))]
         assert fetch.session.is_finished
 
-    def test_missing_checksums_are_wrong_checksums(self) -> None:
+    @pytest.mark.parametrize("checksums", [b"", bytes(7), bytes(16)])
+    def test_checksums_for_other_slices_than_came_are_a_fault_of_the_server(
+        self, checksums: bytes
+    ) -> None:
         fetch = Fetch(descriptor_of(1), [HIT])
-        fetch.session.frame(FrameHeader(0, 0, 0, b""), memoryview(slice_of(0, 0, SIZE)))
-        assert fetch.session.verdicts[0].status is ChunkStatus.MISS_CORRUPT
+        with pytest.raises(ServerFault, match=f"layer 0: {len(checksums)} bytes of checksums"):
+            fetch.session.frame(FrameHeader(0, 0, 0, checksums), memoryview(slice_of(0, 0, SIZE)))
+        assert not fetch.session.is_finished
 
     def test_later_slices_of_the_last_chunk_are_no_error_either(self) -> None:
         fetch = Fetch(descriptor_of(2), [HIT, HIT])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvserve.format.chunk_file import checksum
+from kvserve.format.chunk_file import checksum, checksums_from
 from kvserve.format.frames import FrameHeader
 from kvserve.format.read_plan import growing_widths
 from kvserve.fs.threads import FsThreads
@@ -46,10 +46,12 @@ def stored(index: int, layout: Layout = HYBRID) -> Chunk:
 class MemorySource:
     """Slices from memory; what is not `is_cached` is read on a thread, once its gate is open.
 
-    `gates` are by chunk; chunks without one have `gate`.
+    `gates` are by chunk; chunks without one have `gate`. `cached_pieces`: which of a slice's pieces
+    of 60 bytes are cached, instead of `is_cached`.
     """
 
     is_cached: bool = True
+    cached_pieces: set[int] | None = None
     faults: dict[tuple[int, int], Verdict] = field(default_factory=dict)
     rejected: list[int] = field(default_factory=list)
     gate: threading.Event = field(default_factory=threading.Event)
@@ -63,11 +65,21 @@ class MemorySource:
         self.lock = threading.Lock()
         self.gate.set()
 
-    def read_cached(self, chunk: Chunk, layer: int, offset: int, into: memoryview) -> bool:
-        if not self.is_cached or (layer, chunk.index) in self.faults:
-            return False
-        into[:] = chunk.slices[layer][offset : offset + len(into)]
-        return True
+    def read_cached(
+        self, chunks: Sequence[Chunk | None], layer: int, offset: int, into: memoryview
+    ) -> int:
+        size = len(into) // len(chunks)
+        for position, chunk in enumerate(chunks):
+            if chunk is None:
+                continue
+            is_cached = self.is_cached
+            if self.cached_pieces is not None:
+                is_cached = offset // 60 in self.cached_pieces
+            if not is_cached or (layer, chunk.index) in self.faults:
+                return position
+            start = position * size
+            into[start : start + size] = chunk.slices[layer][offset : offset + size]
+        return len(chunks)
 
     def read_blocking(self, chunk: Chunk, pieces: Sequence[Piece]) -> Verdict | None:
         with self.lock:
@@ -100,6 +112,7 @@ class MemorySource:
 class Frame:
     header: FrameHeader
     payload: memoryview
+    is_in_place: bool = False
 
 
 class RecordingPlane:
@@ -114,7 +127,9 @@ class RecordingPlane:
     async def head(self, verdicts: list[Verdict]) -> None:
         raise AssertionError("the service sends the head")
 
-    def new_frame(self, header: FrameHeader, payload_size_bytes: int) -> Frame:
+    def new_frame(
+        self, header: FrameHeader, payload_size_bytes: int, *, may_be_in_place: bool
+    ) -> Frame:
         self.open_frames += 1
         self.open_frames_max = max(self.open_frames_max, self.open_frames)
         return Frame(header, memoryview(bytearray(payload_size_bytes)))
@@ -126,6 +141,12 @@ class RecordingPlane:
 
     async def miss(self, chunk_index: int, verdict: Verdict) -> None:
         self.misses.append((chunk_index, verdict))
+
+    def checksums(self) -> Iterator[tuple[tuple[int, int], int]]:
+        """What the receiver is told of each slice, by layer and chunk."""
+        for header, _ in self.sent:
+            for position, value in enumerate(checksums_from(header.checksums)):
+                yield (header.layer_index, header.first_chunk + position), value
 
     def slices(self) -> dict[tuple[int, int], bytes]:
         """What landed, by layer and chunk, put together from whole slices and pieces."""
@@ -212,16 +233,43 @@ async def test_no_chunks_no_frames(threads: ThreadPoolExecutor) -> None:
 
 
 class TestBadSlices:
-    @pytest.mark.parametrize("is_cached", [True, False], ids=["cached", "from disk"])
+    @pytest.mark.parametrize("frame_size_bytes", [60, 256, 1 << 20])
+    @pytest.mark.parametrize("bad_layer", LAYERS)
+    async def test_rot_in_page_cache_is_left_to_the_receiver(
+        self, threads: ThreadPoolExecutor, frame_size_bytes: int, bad_layer: int
+    ) -> None:
+        """T5: it gets the checksums as stored, which do not match, for that slice only."""
+        chunks = [stored(index) for index in range(4)]
+        chunks[1].slices[bad_layer][-1] ^= 1
+        source, plane = MemorySource(), RecordingPlane()
+        await pump_of(source, plane, threads, chunks, frame_size_bytes=frame_size_bytes).run(LAYERS)
+        assert (plane.misses, source.rejected) == ([], [])
+        slices = plane.slices()
+        expected = dict(plane.checksums())
+        assert expected.keys() == slices.keys()
+        wrong = [key for key, data in slices.items() if checksum(data) != expected[key]]
+        assert wrong == [(bad_layer, 1)]
+
+    @pytest.mark.parametrize("cached", [{0}, {1}, {0, 2}, {1, 2}, {0, 1, 2}, {2}])
+    async def test_a_slice_whose_pieces_come_from_both_is_left_to_the_receiver(
+        self, threads: ThreadPoolExecutor, cached: set[int]
+    ) -> None:
+        """Pieces of 60 bytes: what the server has not seen whole it cannot find wrong."""
+        chunks = [stored(index) for index in range(2)]
+        source, plane = MemorySource(cached_pieces=cached), RecordingPlane()
+        await pump_of(source, plane, threads, chunks, frame_size_bytes=60).run(LAYERS)
+        assert plane.misses == []
+        assert plane.slices() == whole([0, 1])
+
     @pytest.mark.parametrize("frame_size_bytes", [60, 256, 1 << 20])
     @pytest.mark.parametrize("bad_layer", LAYERS)
     async def test_a_rotten_slice_takes_its_chunk_out_and_nobody_else(
-        self, threads: ThreadPoolExecutor, is_cached: bool, frame_size_bytes: int, bad_layer: int
+        self, threads: ThreadPoolExecutor, frame_size_bytes: int, bad_layer: int
     ) -> None:
         """T5: never sent as good, reported once, set aside once; the others go on."""
         chunks = [stored(index) for index in range(4)]
         chunks[1].slices[bad_layer][-1] ^= 1
-        source, plane = MemorySource(is_cached), RecordingPlane()
+        source, plane = MemorySource(is_cached=False), RecordingPlane()
         pump = pump_of(source, plane, threads, chunks, frame_size_bytes=frame_size_bytes)
         await pump.run(LAYERS)
         verdict = Verdict(ChunkStatus.MISS_CORRUPT, f"checksum of layer {bad_layer} does not match")
@@ -241,7 +289,7 @@ class TestBadSlices:
         chunks = [stored(index) for index in range(3)]
         for chunk in chunks:
             chunk.slices[0][0] ^= 1
-        source, plane = MemorySource(), RecordingPlane()
+        source, plane = MemorySource(is_cached=False), RecordingPlane()
         await pump_of(source, plane, threads, chunks).run(LAYERS)
         assert plane.sent == []
         assert [index for index, _ in plane.misses] == [0, 1, 2]
@@ -420,8 +468,12 @@ class TestReadsThatHang:
         frames: list[weakref.ref[Frame]] = []
 
         class Watching(RecordingPlane):
-            def new_frame(self, header: FrameHeader, payload_size_bytes: int) -> Frame:
-                frame = super().new_frame(header, payload_size_bytes)
+            def new_frame(
+                self, header: FrameHeader, payload_size_bytes: int, *, may_be_in_place: bool
+            ) -> Frame:
+                frame = super().new_frame(
+                    header, payload_size_bytes, may_be_in_place=may_be_in_place
+                )
                 frames.append(weakref.ref(frame))
                 return frame
 
@@ -486,7 +538,7 @@ class TestReadsThatHang:
     async def test_setting_aside_that_hangs(self, fs_threads: FsThreads) -> None:
         chunks = [stored(0), stored(1)]
         chunks[0].slices[0][0] ^= 1
-        source, plane = MemorySource(), RecordingPlane()
+        source, plane = MemorySource(is_cached=False), RecordingPlane()
         may_end = threading.Event()
         source.reject_blocking = lambda chunk: may_end.wait(10) and None  # type: ignore[method-assign]
         await pump_of(source, plane, fs_threads, chunks).run(LAYERS)

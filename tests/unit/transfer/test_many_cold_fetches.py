@@ -35,8 +35,10 @@ class Chunk:
 class ColdSource:
     """Every slice of every chunk is the same, and none is in page cache."""
 
-    def read_cached(self, chunk: Chunk, layer: int, offset: int, into: memoryview) -> bool:
-        return False
+    def read_cached(
+        self, chunks: Sequence[Chunk | None], layer: int, offset: int, into: memoryview
+    ) -> int:
+        return 0
 
     def read_blocking(self, chunk: Chunk, pieces: Sequence[Piece]) -> Verdict | None:
         for _, offset, into in pieces:

@@ -29,7 +29,7 @@ class Written:
 @pytest.mark.parametrize("size", [1, 127, 128, 1 << 20])
 async def test_a_frame_filled_in_place_is_the_message(size: int) -> None:
     written = Written()
-    frame = written.plane.new_frame(FrameHeader(3, 7, 0, b"CHECKSUM"), size)
+    frame = written.plane.new_frame(FrameHeader(3, 7, 0, b"CHECKSUM"), size, may_be_in_place=True)
     assert len(frame.payload) == size
     frame.payload[:] = bytes(at % 251 for at in range(size))
     await written.plane.send(frame)
@@ -43,7 +43,7 @@ async def test_many_frames_do_not_share_memory() -> None:
     """Bytes objects may be interned or cached by the interpreter; these never."""
     written = Written()
     for size in (1, 1, 2, 2):
-        frame = written.plane.new_frame(FrameHeader(1, 0, 0, b""), size)
+        frame = written.plane.new_frame(FrameHeader(1, 0, 0, b""), size, may_be_in_place=True)
         frame.payload[:] = bytes([len(written.messages)]) * size
         await written.plane.send(frame)
         del frame
