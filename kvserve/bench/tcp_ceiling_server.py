@@ -36,18 +36,22 @@ def _serve_blocking(client: socket.socket) -> None:
     # A client may leave in the middle of a payload.
     with suppress(ConnectionError), client, client.makefile("rb") as lines, ExitStack() as files:
         fds: dict[str, int] = {}
+        frame = memoryview(b"")
         for line in lines:
             opening = Opening(**json.loads(line))
+            if len(frame) != (size := opening.slices_a_frame * opening.slice_size_bytes):
+                frame = memoryview(bytearray(os.urandom(size)))
             for path in opening.paths:
                 if path not in fds:
                     fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                     files.callback(os.close, fds[path])
-            _send_blocking(client, opening, [fds[path] for path in opening.paths])
+            _send_blocking(client, opening, [fds[path] for path in opening.paths], frame)
 
 
-def _send_blocking(client: socket.socket, opening: Opening, fds: list[int]) -> None:
+def _send_blocking(
+    client: socket.socket, opening: Opening, fds: list[int], frame: memoryview
+) -> None:
     size = opening.slice_size_bytes
-    frame = memoryview(bytearray(os.urandom(opening.slices_a_frame * size)))
     slices = [frame[at : at + size] for at in range(0, len(frame), size)]
     for offset in opening.offsets:
         for first in range(0, opening.chunk_count, opening.slices_a_frame):
