@@ -36,6 +36,8 @@ class DataSocket:
         self.needs_handshake = False
         self.memory: object = None
         """shm: what both ends registered over this connection last."""
+        self.secret = b""
+        """What it started with."""
         self._sock = sock
         self._fd = sock.fileno()
         self._loop = asyncio.get_running_loop()
@@ -121,6 +123,15 @@ class DataSocket:
         over TLS, where receiving would end too."""
         with suppress(OSError):  # it has ended already
             self._sock.shutdown(socket.SHUT_WR)
+
+    @property
+    def is_local(self) -> bool:
+        """It cannot leave the host."""
+        return self._sock.family == socket.AF_UNIX
+
+    @property
+    def is_closed(self) -> bool:
+        return self._fd < 0
 
     def is_idle(self) -> bool:
         """Whether it is still connected and nothing has come: fit for another transfer."""

@@ -13,9 +13,11 @@ from kvclient.handle import Handle
 from kvclient.placement import Placement
 from kvclient.planes.base import FetchPlane, Unreachable
 from kvclient.planes.grpc import GrpcFetchPlane, other_reply
+from kvclient.planes.loan import Loan
 from kvclient.planes.nixl import NixlFetchPlane
 from kvclient.planes.shm import ShmFetchPlane, planes_for
 from kvclient.planes.tcp import TcpFetchPlane
+from kvserve.data_socket import DataSocket
 from kvserve.errors import InvalidRequest, KvserveError, ServerFault
 from kvserve.format.messages import descriptor_to_pb, parse, verdicts_from_pb
 from kvserve.model import (
@@ -157,6 +159,10 @@ class FetchHandle(Handle):
         request = pb.FetchRequest(
             descriptor=descriptor_to_pb(self._descriptor), layers=self._layers, planes=planes
         )
+        region = self._placement.region
+        loan = Loan(self._channel.planes.connections, planes[0], region, self._spans)
+        if loan.connection is not None:
+            request.kept.CopyFrom(loan.named())
         call = rpcs.fetch(request, timeout=self._time_left_s())
         try:
             message = await call.read()
@@ -167,20 +173,23 @@ class FetchHandle(Handle):
                 raise ServerFault("a payload frame came outside the layers that were asked for")
             name = self._channel.planes.check(planes, reply.head.plane)
             self._took(other_reply(reply, self._session))
-            plane = self._plane(name, reply.head)
+            kept = loan.settle(reply.head)
+            plane = self._plane(name, reply.head, kept)
             await plane.receive(call, self._session, self._took)
         finally:
             call.cancel()
+            await loan.end()
 
-    def _plane(self, name: str, head: pb.FetchHead) -> FetchPlane:
+    def _plane(self, name: str, head: pb.FetchHead, kept: DataSocket | None) -> FetchPlane:
         if not head.HasField("data"):
             return GrpcFetchPlane()
         connections = self._channel.planes.connections
         if name == "tcp":
-            return TcpFetchPlane(connections, head.data)
+            return TcpFetchPlane(connections, head.data, kept)
+        region = self._placement.region
         if name == "nixl":
-            return NixlFetchPlane(connections, head.data, self._placement.region, self._spans)
-        return ShmFetchPlane(connections, head.data, self._placement.region, self._spans)
+            return NixlFetchPlane(connections, head.data, region, self._spans)
+        return ShmFetchPlane(connections, head.data, region, self._spans, kept=kept)
 
     def _took(self, events: list[LayerEvent]) -> None:
         if events:

@@ -138,7 +138,9 @@ class Servicer:
         request = parse_bounded(pb.FetchRequest, raw)
         where = await self._descriptors.read(request.descriptor)
         layers, wanted = tuple(request.layers), tuple(request.planes)
-        async with self._planes.fetch(wanted, where.descriptor, layers, context.write) as plane:
+        kept = request.kept if request.HasField("kept") else None
+        planes, of = self._planes, where.descriptor
+        async with planes.fetch(wanted, of, layers, context.write, kept=kept) as plane:
             await self._service.fetch(where, layers, plane)
 
     async def store(self, requests: AsyncIterator[bytes], context: _Context) -> None:

@@ -202,12 +202,22 @@ class PayloadFrame(_message.Message):
     def __init__(self, layer_index: _Optional[int] = ..., first_chunk: _Optional[int] = ..., slice_offset: _Optional[int] = ..., checksums: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class DataOffer(_message.Message):
-    __slots__ = ("address", "secret")
+    __slots__ = ("address", "secret", "is_kept")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
+    IS_KEPT_FIELD_NUMBER: _ClassVar[int]
     address: str
     secret: bytes
-    def __init__(self, address: _Optional[str] = ..., secret: _Optional[bytes] = ...) -> None: ...
+    is_kept: bool
+    def __init__(self, address: _Optional[str] = ..., secret: _Optional[bytes] = ..., is_kept: bool = ...) -> None: ...
+
+class KeptConnection(_message.Message):
+    __slots__ = ("secret", "region")
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    secret: bytes
+    region: bytes
+    def __init__(self, secret: _Optional[bytes] = ..., region: _Optional[bytes] = ...) -> None: ...
 
 class StoreOpen(_message.Message):
     __slots__ = ("descriptor", "planes")
@@ -268,14 +278,16 @@ class StoreReply(_message.Message):
     def __init__(self, needs: _Optional[_Union[StoreNeeds, _Mapping]] = ..., layer_stored: _Optional[_Union[LayerStored, _Mapping]] = ..., result: _Optional[_Union[StoreResult, _Mapping]] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("descriptor", "layers", "planes")
+    __slots__ = ("descriptor", "layers", "planes", "kept")
     DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     PLANES_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     descriptor: Descriptor
     layers: _containers.RepeatedScalarFieldContainer[int]
     planes: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, descriptor: _Optional[_Union[Descriptor, _Mapping]] = ..., layers: _Optional[_Iterable[int]] = ..., planes: _Optional[_Iterable[str]] = ...) -> None: ...
+    kept: KeptConnection
+    def __init__(self, descriptor: _Optional[_Union[Descriptor, _Mapping]] = ..., layers: _Optional[_Iterable[int]] = ..., planes: _Optional[_Iterable[str]] = ..., kept: _Optional[_Union[KeptConnection, _Mapping]] = ...) -> None: ...
 
 class FetchHead(_message.Message):
     __slots__ = ("chunk_statuses", "details", "plane", "data")

@@ -317,6 +317,7 @@ class TestDataPort:
         sitting = await asyncio.start_server(sit, "127.0.0.1", 0)
         port_of(server).address = f"127.0.0.1:{sitting.sockets[0].getsockname()[1]}"
         descriptor = small_descriptor()
+        await client.close()  # a connection that it has kept would be used again
         target = bytearray(descriptor.payload_size_bytes)
         with pytest.raises(ServerUnavailable, match=r"cannot be reached: TLS with .*WRONG_VERSION"):
             await client.fetch(descriptor, target).wait()

@@ -21,7 +21,13 @@ from weakref import ref
 from kvclient.fetch_session import FetchSession
 from kvclient.placement import Placement
 from kvclient.planes.base import FetchCall, StoreCall, Took
-from kvclient.planes.tcp import DataConnections, TcpStorePlane, finish_fetch, raise_status
+from kvclient.planes.tcp import (
+    DataConnections,
+    TcpStorePlane,
+    finish_fetch,
+    raise_status,
+    shares,
+)
 from kvclient.region import Region, address_of
 from kvclient.shared_region import SharedRegion
 from kvserve.data_socket import DataSocket
@@ -63,13 +69,26 @@ class RegionFetch:
 
 
 class ShmFetchPlane(RegionFetch):
-    """Implements `FetchPlane`."""
+    """Implements `FetchPlane`. `kept`: as for tcp; the request has told where the payload is."""
+
+    def __init__(
+        self,
+        connections: DataConnections,
+        offer: pb.DataOffer,
+        region: Region,
+        spans: Sequence[tuple[int, int]],
+        *,
+        kept: DataSocket | None,
+    ) -> None:
+        super().__init__(connections, offer, region, spans)
+        self._kept = kept
 
     async def receive(self, call: FetchCall, session: FetchSession, took: Took) -> None:
-        connection = await self._connections.open(self._offer)
+        connection = self._kept or await self._connections.open(self._offer)
         is_clean = False
         try:
-            await _share(connection, self._region, self._spans)
+            if self._kept is None:
+                await _share(connection, self._region, self._spans)
             await finish_fetch(connection, call, session, took)
             is_clean = True
         finally:
@@ -77,7 +96,7 @@ class ShmFetchPlane(RegionFetch):
                 self._connections.keep(connection)
             else:
                 call.cancel()
-                await _until_quiet(connection)
+                await until_quiet(connection)
 
 
 class ShmStorePlane(TcpStorePlane):
@@ -129,7 +148,7 @@ class ShmStorePlane(TcpStorePlane):
 async def _share(connection: DataSocket, region: Region, spans: Sequence[tuple[int, int]]) -> None:
     """Says where the payload is; passes the memory unless this connection's server has it."""
     assert isinstance(region, SharedRegion), "the handle asks for shm only then"
-    is_new = not isinstance(connection.memory, ref) or connection.memory() is not region
+    is_new = not shares(connection, region)
     head = RegionHead(is_new, len(spans), region.size_bytes)
     await connection.send((encode_region(head, spans),))
     if is_new:
@@ -137,7 +156,7 @@ async def _share(connection: DataSocket, region: Region, spans: Sequence[tuple[i
         connection.memory = ref(region)
 
 
-async def _until_quiet(connection: DataSocket) -> None:
+async def until_quiet(connection: DataSocket) -> None:
     """Waits for the server's close, however often the task is cancelled meanwhile."""
     cancelled: asyncio.CancelledError | None = None
     rest = memoryview(bytearray(_DRAIN_BYTES))

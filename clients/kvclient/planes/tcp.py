@@ -14,9 +14,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 from kvclient.fetch_session import FetchSession
 from kvclient.planes.base import FetchCall, StoreCall, Took, Unreachable
+from kvclient.region import Region
 from kvclient.tls import Security
 from kvserve.data_socket import Buffer, DataSocket
 from kvserve.errors import InvalidRequest, ServerFault, ServerUnavailable
@@ -65,6 +67,7 @@ class DataConnections:
         connection = self._take(offer.address) or await self._connect(
             offer.address, plane or _plane_of(offer.address)
         )
+        connection.secret = offer.secret
         try:
             await connection.send((HELLO_MAGIC, offer.secret))
         except ServerUnavailable as error:
@@ -74,6 +77,22 @@ class DataConnections:
             connection.close()
             raise
         return connection
+
+    def lend(self, plane: str, region: Region) -> DataSocket | None:
+        """A kept connection that a fetch over `plane` into `region` may name in its request: it
+        then needs no offer and no hello. It is the caller's until `keep`."""
+        now = time.monotonic()
+        for entry in reversed(self._kept):
+            kept_at, connection = entry
+            if connection.is_local != (plane == "shm") or plane not in ("shm", "tcp"):
+                continue
+            if plane == "shm" and not shares(connection, region):
+                continue
+            self._kept.remove(entry)
+            if now - kept_at < _KEPT_S and connection.is_idle():
+                return connection
+            connection.close()
+        return None
 
     def keep(self, connection: DataSocket) -> None:
         """Its transfer has ended well."""
@@ -142,6 +161,11 @@ class DataConnections:
         return connection
 
 
+def shares(connection: DataSocket, region: Region) -> bool:
+    """shm: whether the server has the region's memory from this connection."""
+    return isinstance(connection.memory, ref) and connection.memory() is region
+
+
 def _plane_of(address: str) -> str:
     return "shm" if address.startswith("unix:") else "tcp"
 
@@ -160,12 +184,16 @@ async def _targets(address: str) -> list[tuple[socket.AddressFamily, Any]]:
 class TcpFetchPlane:
     """Implements `FetchPlane`."""
 
-    def __init__(self, connections: DataConnections, offer: pb.DataOffer) -> None:
+    def __init__(
+        self, connections: DataConnections, offer: pb.DataOffer, kept: DataSocket | None
+    ) -> None:
+        """`kept`: what the server uses in place of its offer."""
         self._connections = connections
         self._offer = offer
+        self._kept = kept
 
     async def receive(self, call: FetchCall, session: FetchSession, took: Took) -> None:
-        connection = await self._connections.open(self._offer)
+        connection = self._kept or await self._connections.open(self._offer)
         is_clean = False
         try:
             await finish_fetch(connection, call, session, took)

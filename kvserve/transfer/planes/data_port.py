@@ -88,6 +88,8 @@ class DataPort:
         self._connections: set[DataSocket] = set()
         # Those whose secret is awaited, longest first.
         self._greetings: dict[DataSocket, asyncio.Task[None]] = {}
+        # Of those, the ones that have had a transfer, by the digest of the secret that began it.
+        self._kept: dict[bytes, DataSocket] = {}
 
     def __repr__(self) -> str:
         return (
@@ -165,14 +167,37 @@ class DataPort:
                     del self._withdrawn[next(iter(self._withdrawn))]
 
     def take_back(self, connection: DataSocket) -> None:
-        """Its transfer ended well, at the end of a record: it may bring another secret."""
+        """Its transfer ended well, at the end of a record: it may bring another secret, or be named
+        by a request."""
+        self._kept[sha256(connection.secret).digest()] = connection
         self._greet(connection, _IDLE_S)
 
+    async def kept(self, secret: bytes, *, is_local: bool) -> DataSocket | None:
+        """The connection that began with `secret` and is idle since; the caller's from here on."""
+        digest = sha256(secret).digest()
+        connection = self._kept.get(digest)
+        if connection is None or connection.is_local != is_local:
+            return None
+        del self._kept[digest]
+        greeting = self._greetings.pop(connection)
+        greeting.cancel()
+        await asyncio.wait([greeting])
+        if connection not in self._connections:  # it ended just then
+            return None
+        return connection
+
     def close(self, connection: DataSocket) -> None:
+        self._forget(connection)
         self._connections.discard(connection)
         self._greetings.pop(connection, None)
         connection.close()
         forget_memory(connection)
+
+    def _forget(self, connection: DataSocket) -> None:
+        """No request may name it any more."""
+        digest = sha256(connection.secret).digest()
+        if self._kept.get(digest) is connection:
+            del self._kept[digest]
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -243,6 +268,8 @@ class DataPort:
             self.close(connection)
         else:
             del self._greetings[connection]
+            self._forget(connection)
+            connection.secret = secret
             expected.arrived.set_result(connection)
 
     def _refuse(self, connection: DataSocket, why: str) -> None:

@@ -12,6 +12,7 @@ from kvserve.transfer.planes.nixl import NixlFetchPlane
 from kvserve.transfer.planes.nixl_writer import NixlWriter
 from kvserve.transfer.planes.shm import ShmFetchPlane, ShmStorePlane
 from kvserve.transfer.planes.tcp import TcpFetchPlane, TcpStorePlane
+from kvserve.v1 import kvserve_pb2 as pb
 
 _WANTED_MAX = 16
 
@@ -42,21 +43,29 @@ class Planes:
         return self._port.address
 
     def fetch(
-        self, wanted: Sequence[str], descriptor: Descriptor, layers: Sequence[int], write: Write
+        self,
+        wanted: Sequence[str],
+        descriptor: Descriptor,
+        layers: Sequence[int],
+        write: Write,
+        *,
+        kept: pb.KeptConnection | None = None,
     ) -> AbstractAsyncContextManager[FetchPlane]:
         """The first plane of `wanted` that is there; grpc if none is named.
+
+        `kept`: the connection that the client would like it to use.
 
         Raises:
             InvalidRequest: none of them is there.
         """
         match self._pick(wanted, self.names):
             case "shm":
-                return ShmFetchPlane(write, self._port, descriptor, layers)
+                return ShmFetchPlane(write, self._port, descriptor, layers, kept=kept)
             case "nixl":
                 assert self._nixl is not None, "it is not offered"
                 return NixlFetchPlane(write, self._port, self._nixl, descriptor, layers)
             case "tcp":
-                return TcpFetchPlane(write, self._port)
+                return TcpFetchPlane(write, self._port, kept)
             case _:
                 return nullcontext(GrpcFetchPlane(write))
 

@@ -127,6 +127,23 @@ async def receive_shared(connection: DataSocket, size_bytes: int) -> SharedPaylo
             connection.memory = _map(fd, head.memory_size_bytes)
         finally:
             os.close(fd)
+    return _shared(connection, spans, size_bytes)
+
+
+def shared_again(connection: DataSocket, region: bytes, size_bytes: int) -> SharedPayload:
+    """The same in memory that came over the connection before; `region`: as on the connection.
+
+    Raises:
+        InvalidRequest: it is no such region.
+    """
+    head = decode_region(region[:REGION_SIZE_BYTES].ljust(REGION_SIZE_BYTES, b"\0"))
+    spans = memoryview(region)[REGION_SIZE_BYTES:]
+    if head.has_memory or len(spans) != SPAN_SIZE_BYTES * head.span_count:
+        raise InvalidRequest(f"a region of {head.span_count} spans in {len(region)} bytes")
+    return _shared(connection, spans, size_bytes)
+
+
+def _shared(connection: DataSocket, spans: memoryview, size_bytes: int) -> SharedPayload:
     if not isinstance(connection.memory, mmap.mmap):
         raise InvalidRequest("no shared memory came over this connection")
     offsets, sizes = decode_spans(spans)

@@ -24,7 +24,12 @@ from kvserve.model import ChunkStatus, Descriptor, Verdict
 from kvserve.transfer.planes.base import OutgoingFrame
 from kvserve.transfer.planes.data_port import DataPort, Expected
 from kvserve.transfer.planes.grpc import Read, Write
-from kvserve.transfer.planes.shared_memory import PayloadOrder, SharedPayload, receive_shared
+from kvserve.transfer.planes.shared_memory import (
+    PayloadOrder,
+    SharedPayload,
+    receive_shared,
+    shared_again,
+)
 from kvserve.transfer.planes.tcp import Connected, TcpFetchPlane, TcpFrame, TcpStorePlane
 from kvserve.v1 import kvserve_pb2 as pb
 
@@ -34,6 +39,7 @@ class _Shared(Connected):
 
     _order: PayloadOrder
     _payload: SharedPayload | None = None
+    _is_local = True
 
     async def __aexit__(
         self,
@@ -68,14 +74,28 @@ class ShmFetchPlane(_Shared, TcpFetchPlane):
     name = "shm"
 
     def __init__(
-        self, write: Write, port: DataPort, descriptor: Descriptor, layers: Sequence[int]
+        self,
+        write: Write,
+        port: DataPort,
+        descriptor: Descriptor,
+        layers: Sequence[int],
+        *,
+        kept: pb.KeptConnection | None = None,
     ) -> None:
-        super().__init__(write, port)
+        super().__init__(write, port, kept)
         self._order = PayloadOrder(descriptor, layers)
 
     async def head(self, verdicts: list[Verdict]) -> None:
         await super().head(verdicts)
-        await self._receive_memory()
+        if self._payload is None:
+            await self._receive_memory()
+
+    async def _takes_kept(self, kept: pb.KeptConnection) -> bool:
+        if not await super()._takes_kept(kept):
+            return False
+        assert self._connection is not None, "it was taken"
+        self._payload = shared_again(self._connection, kept.region, self._order.size_bytes)
+        return True
 
     def new_frame(
         self, header: FrameHeader, payload_size_bytes: int, *, may_be_in_place: bool

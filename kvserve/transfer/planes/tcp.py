@@ -37,6 +37,7 @@ class Connected:
 
     _port: DataPort
     _connection: DataSocket | None = None
+    _is_local = False
 
     def _offer(self, expected: Expected) -> pb.DataOffer:
         return pb.DataOffer(address=self._port.address, secret=expected.secret)
@@ -79,17 +80,26 @@ class TcpFetchPlane(Connected):
 
     name = "tcp"
 
-    def __init__(self, write: Write, port: DataPort) -> None:
+    def __init__(self, write: Write, port: DataPort, kept: pb.KeptConnection | None = None) -> None:
         self._write = write
         self._port = port
+        self._kept = kept
 
     async def head(self, verdicts: list[Verdict]) -> None:
         if all(verdict.status is not ChunkStatus.HIT for verdict in verdicts):
             await self._write(fetch_head(verdicts, self.name, None))
             return
+        if self._kept is not None and await self._takes_kept(self._kept):
+            await self._write(fetch_head(verdicts, self.name, pb.DataOffer(is_kept=True)))
+            return
         with self._port.expect() as expected:
             await self._write(fetch_head(verdicts, self.name, self._offer(expected)))
             self._connection = await expected.connection()
+
+    async def _takes_kept(self, kept: pb.KeptConnection) -> bool:
+        """Whether the connection that the request named is here."""
+        self._connection = await self._port.kept(kept.secret, is_local=self._is_local)
+        return self._connection is not None
 
     def new_frame(
         self, header: FrameHeader, payload_size_bytes: int, *, may_be_in_place: bool
