@@ -41,7 +41,7 @@ class NixlAgent:
 
     def __init__(self) -> None:
         """Raises `InvalidRequest` if NIXL is not installed, or does not work here."""
-        nixl = _nixl()
+        nixl = load_nixl()
         self._errors = _errors_of(nixl)
         self.name = f"kv-{secrets.token_hex(16)}"
         self._pid = os.getpid()
@@ -200,7 +200,8 @@ class Write:
             log.debug("a NIXL handle is left to its agent: %s", _words(error))
 
 
-def _nixl() -> ModuleType:
+def load_nixl() -> ModuleType:
+    """The package itself. Raises `InvalidRequest` if it is not installed, or cannot be imported."""
     raises = logging.raiseExceptions
     for name in _MODULES:
         if importlib.util.find_spec(name) is None:
