@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from functools import partial
+from traceback import clear_frames
 from types import TracebackType
 
 from kvserve.data_socket import DataSocket
@@ -81,6 +82,11 @@ class NixlStorePlane(TcpStorePlane):
     ) -> None:
         if self._pulling is not None:
             self._pulling.cancel()
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        if error is not None:
+            # It lives on for a while, in cycles, and with it would the slots of what it stopped.
+            clear_frames(error.__traceback__)
         try:
             if error is not None or not self.is_finished:
                 await self._end_early()
