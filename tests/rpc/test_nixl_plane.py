@@ -27,6 +27,7 @@ from kvserve.format.messages import descriptor_to_pb
 from kvserve.format.remote_region import encode_remote_region
 from kvserve.rpc.server import Server
 from kvserve.testing.server_process import ServerProcess
+from kvserve.transfer.planes import nixl_port
 from kvserve.v1 import kvserve_pb2 as pb
 from tests.certificates import Certificates
 from tests.payload import payload_for, small_descriptor, store_all
@@ -137,6 +138,21 @@ async def test_a_region_is_registered_once_until_it_is_closed(
     assert region.view == source
     region.close()
     assert agent.is_closed
+
+
+async def test_a_region_that_nobody_uses_is_forgotten(
+    client: AsyncClient, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without another one that takes its place; it is known again when it comes back."""
+    monkeypatch.setattr(nixl_port, "_IDLE_POLL_S", 0.02)
+    region = Region(bytearray(payload_for(small_descriptor())))
+    await store_all(client, small_descriptor(), region)
+    await asyncio.sleep(0.1)
+    assert "1 remotes" in repr(server.nixl)
+    monkeypatch.setattr(nixl_port, "_REMOTE_IDLE_S", 0.0)
+    await until(lambda: "0 remotes" in repr(server.nixl))
+    assert (await client.fetch(small_descriptor(), region).wait()).is_whole
+    region.close()
 
 
 async def test_by_itself_a_client_takes_it_for_a_region_that_was_made(server: Server) -> None:
