@@ -70,7 +70,7 @@ class NixlStorePlane(TcpStorePlane):
         self._target: Target | None = None
         self._used = ExitStack()
         self._room = asyncio.Semaphore(IN_FLIGHT_MAX)
-        self._queue: asyncio.Queue[Pulled | Exception | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[Pulled | BaseException | None] = asyncio.Queue()
         self._pulling: asyncio.Task[None] | None = None
         self._reads: list[InFlight] = []
 
@@ -120,6 +120,7 @@ class NixlStorePlane(TcpStorePlane):
             return
         pulling = self._pull(connection, target)
         self._pulling = asyncio.get_running_loop().create_task(pulling)
+        self._pulling.add_done_callback(self._pulled_all)
         while (frame := await self._next_frame(connection)) is not None:
             yield frame
             del frame  # or its slot would be held until the next one is there
@@ -129,7 +130,7 @@ class NixlStorePlane(TcpStorePlane):
         pulled = await self._queue.get()
         if pulled is None:
             return None
-        if isinstance(pulled, Exception):
+        if isinstance(pulled, BaseException):
             raise pulled
         if (error := await asyncio.shield(pulled.read.ended)) is not None:
             raise error
@@ -144,17 +145,18 @@ class NixlStorePlane(TcpStorePlane):
         return pulled.header, buffer[: pulled.size_bytes], partial(buffers.give, buffer)
 
     async def _pull(self, connection: DataSocket, target: Target) -> None:
-        """Starts the read of each frame that is offered; None or an error is the end."""
+        """Starts the read of each frame that is offered."""
         raw_head = memoryview(bytearray(HEAD_SIZE_BYTES))
-        try:
-            while (head := await self._next_head(connection, raw_head)) is not None:
-                checksums = bytearray(head.extra_size_bytes)
-                await connection.receive([memoryview(checksums)])
-                await self._room.acquire()
-                self._queue.put_nowait(self._start(target, head, bytes(checksums)))
-            self._queue.put_nowait(None)
-        except Exception as error:
-            self._queue.put_nowait(error)
+        while (head := await self._next_head(connection, raw_head)) is not None:
+            checksums = bytearray(head.extra_size_bytes)
+            await connection.receive([memoryview(checksums)])
+            await self._room.acquire()
+            self._queue.put_nowait(self._start(target, head, bytes(checksums)))
+
+    def _pulled_all(self, pulling: "asyncio.Task[None]") -> None:
+        """None or an error is the end of the queue."""
+        if not pulling.cancelled():
+            self._queue.put_nowait(pulling.exception())
 
     def _start(self, target: Target, head: RecordHead, checksums: bytes) -> Pulled:
         header = FrameHeader(head.layer_index, head.first_chunk, head.slice_offset, checksums)
