@@ -176,7 +176,9 @@ class NixlAgent:
         try:
             yield self._agent
         except self._errors as error:
-            raise ServerUnavailable(f"{what}: {_words(error)}") from error
+            # Without its traceback, whose frames would hold the caller's memory for a while.
+            words = f"{what}: {_words(error)}"
+            raise ServerUnavailable(words) from error.with_traceback(None)
 
 
 Piece = tuple[int, int]

@@ -15,10 +15,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from functools import partial
-from traceback import clear_frames
 from types import TracebackType
 
 from kvserve.data_socket import DataSocket
+from kvserve.errors import KvserveError
 from kvserve.format.frames import FrameHeader
 from kvserve.format.records import HEAD_SIZE_BYTES, RecordHead, RecordKind, encode_taken
 from kvserve.model import ChunkStatus, Descriptor
@@ -30,6 +30,8 @@ from kvserve.transfer.planes.nixl_slots import Slot
 from kvserve.transfer.planes.nixl_target import Target, receive_target
 from kvserve.transfer.planes.shared_memory import PayloadOrder
 from kvserve.transfer.planes.tcp import TcpStorePlane
+
+_CONTEXTS_MAX = 16
 
 
 class Pulled:
@@ -80,13 +82,12 @@ class NixlStorePlane(TcpStorePlane):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._pulling is not None:
-            self._pulling.cancel()
+        pulling, self._pulling = self._pulling, None  # it keeps the traceback of its error
+        if pulling is not None:
+            pulling.cancel()
         while not self._queue.empty():
             self._queue.get_nowait()
-        if error is not None:
-            # It lives on for a while, in cycles, and with it would the slots of what it stopped.
-            clear_frames(error.__traceback__)
+        _let_go_of_slots(error)
         try:
             if error is not None or not self.is_finished:
                 await self._end_early()
@@ -170,6 +171,17 @@ class NixlStorePlane(TcpStorePlane):
         self._reads = [it for it in self._reads if not it.ended.done()]
         self._reads.append(read)
         return Pulled(header, head.payload_size_bytes, slot, read, is_kept=is_kept)
+
+
+def _let_go_of_slots(error: BaseException | None) -> None:
+    """Errors live on for a while, in cycles, and with them would the frames of Python that they
+    went through, and the slots in those. Defects, whose stack is logged, keep theirs."""
+    for _ in range(_CONTEXTS_MAX):
+        if error is None:
+            return
+        if isinstance(error, KvserveError | asyncio.CancelledError):
+            error.__traceback__ = None
+        error = error.__context__
 
 
 def _nothing() -> None:
