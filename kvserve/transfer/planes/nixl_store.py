@@ -18,7 +18,7 @@ from functools import partial
 from types import TracebackType
 
 from kvserve.data_socket import DataSocket
-from kvserve.errors import KvserveError
+from kvserve.errors import KvserveError, ServerUnavailable
 from kvserve.format.frames import FrameHeader
 from kvserve.format.records import HEAD_SIZE_BYTES, RecordHead, RecordKind, encode_taken
 from kvserve.model import ChunkStatus, Descriptor
@@ -72,6 +72,7 @@ class NixlStorePlane(TcpStorePlane):
         self._target: Target | None = None
         self._used = ExitStack()
         self._room = asyncio.Semaphore(IN_FLIGHT_MAX)
+        # At most what `_room` lets in, and the end.
         self._queue: asyncio.Queue[Pulled | BaseException | None] = asyncio.Queue()
         self._pulling: asyncio.Task[None] | None = None
         self._reads: list[InFlight] = []
@@ -134,7 +135,7 @@ class NixlStorePlane(TcpStorePlane):
         if isinstance(pulled, BaseException):
             raise pulled
         if (error := await asyncio.shield(pulled.read.ended)) is not None:
-            raise error
+            raise ServerUnavailable(str(error))  # not itself: other transfers may have the same
         self._room.release()
         await connection.send((encode_taken(),))
         payload = pulled.slot.view[: pulled.size_bytes]
