@@ -57,7 +57,7 @@ class ServerConfig(_Section):
 
     nixl: bool = Field(
         False,
-        description="Fetches by one-sided writes: the nixl plane; needs nixl-cu12 and tcp plane.",
+        description="Payload by one-sided copies: the nixl plane; needs nixl-cu12 and tcp plane.",
     )
 
     @property

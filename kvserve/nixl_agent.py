@@ -37,11 +37,11 @@ def is_installed() -> bool:
 
 
 class NixlAgent:
-    """One end of one-sided writes; its name is random and unique."""
+    """One end of one-sided copies; its name is random and unique."""
 
     def __init__(self) -> None:
         """Raises `InvalidRequest` if NIXL is not installed, or does not work here."""
-        nixl = _nixl()
+        nixl = load_nixl()
         self._errors = _errors_of(nixl)
         self.name = f"kv-{secrets.token_hex(16)}"
         self._pid = os.getpid()
@@ -66,7 +66,7 @@ class NixlAgent:
         return self._agent is None
 
     def register(self, address: int, size_bytes: int) -> None:
-        """Memory that writes come from or go to; it must stay there until `close`.
+        """Memory that is read or written; it must stay there until `close`.
 
         Raises:
             ServerUnavailable: it cannot be registered, with NIXL's words.
@@ -96,38 +96,36 @@ class NixlAgent:
         return name.decode("utf-8", "replace") if isinstance(name, bytes) else str(name)
 
     def remove_remote(self, name: str) -> None:
-        """Disconnects, at once; writes to it that are in flight fail."""
+        """Disconnects, once nothing is in flight to or from it.
+
+        Until then NIXL keeps the connection, and a copy under way goes on, whatever is done here:
+        if the other side takes it up after an hour, it is made after an hour. And nothing tells any
+        more how it ends. So the caller waits for the ends before this.
+        """
         try:
             with self._translated(f"{name} cannot be removed") as agent:
                 agent.remove_remote_agent(name)
         except ServerUnavailable as error:
             log.debug("%s", error)  # NIXL has dropped it already: the other side is gone
 
-    def write(self, remote: str, here: Sequence["Piece"], there: Sequence["Piece"]) -> "Write":
-        """Starts a write of pieces of registered memory; they pair up, with equal sizes.
+    def write(self, remote: str, here: Sequence["Piece"], there: Sequence["Piece"]) -> "Copy":
+        """Starts a copy of pieces of registered memory from here to there; they pair up, with equal
+        sizes.
 
         Raises:
-            ServerUnavailable: the other side is gone, or what is written to is not registered.
+            ServerUnavailable: the other side is gone, or what is there is not registered.
         """
-        with self._translated(f"the write to {remote} failed") as agent:
-            handle = agent.initialize_xfer(
-                "WRITE",
-                agent.get_xfer_descs([(*piece, 0) for piece in here], "DRAM"),
-                agent.get_xfer_descs([(*piece, 0) for piece in there], "DRAM"),
-                remote,
-                backends=[_BACKEND],
-            )
-            write = Write(self, handle)
-            try:
-                write.state = agent.transfer(handle)
-            except BaseException:
-                write.release()
-                raise
-            return write
+        with self._translated(f"the write to {remote} failed"):
+            return self._start("WRITE", remote, here, there)
+
+    def read(self, remote: str, here: Sequence["Piece"], there: Sequence["Piece"]) -> "Copy":
+        """The same from there to here."""
+        with self._translated(f"the read from {remote} failed"):
+            return self._start("READ", remote, here, there)
 
     def poll(self) -> None:
-        """Moves on what is in flight. Over TCP and while connecting nothing moves without it, at
-        the end that is written to as well.
+        """Moves on what is in flight, and lets go of connections to the dead. Over TCP and while
+        connecting nothing moves without it, at the end that starts nothing as well.
 
         Raises:
             ServerUnavailable: the agent is closed.
@@ -152,6 +150,25 @@ class NixlAgent:
                 log.warning("%s: memory stays registered: %s", self.name, _words(error))
         self._registered.clear()
 
+    def _start(
+        self, operation: str, remote: str, here: Sequence["Piece"], there: Sequence["Piece"]
+    ) -> "Copy":
+        agent = self._agent
+        handle = agent.initialize_xfer(
+            operation,
+            agent.get_xfer_descs([(*piece, 0) for piece in here], "DRAM"),
+            agent.get_xfer_descs([(*piece, 0) for piece in there], "DRAM"),
+            remote,
+            backends=[_BACKEND],
+        )
+        copy = Copy(self, handle)
+        try:
+            copy.state = agent.transfer(handle)
+        except BaseException:
+            copy.release()
+            raise
+        return copy
+
     @contextmanager
     def _translated(self, what: str) -> Iterator[Any]:
         if self._agent is None:
@@ -159,15 +176,17 @@ class NixlAgent:
         try:
             yield self._agent
         except self._errors as error:
-            raise ServerUnavailable(f"{what}: {_words(error)}") from error
+            # Without its traceback, whose frames would hold the caller's memory for a while.
+            words = f"{what}: {_words(error)}"
+            raise ServerUnavailable(words) from error.with_traceback(None)
 
 
 Piece = tuple[int, int]
 """Address and size of a piece of memory."""
 
 
-class Write:
-    """One write in flight."""
+class Copy:
+    """One copy in flight."""
 
     __slots__ = ("_agent", "_handle", "state")
 
@@ -177,20 +196,20 @@ class Write:
         self._handle = handle
 
     def check(self) -> bool:
-        """Whether it has landed; moves on what is in flight.
+        """Whether it is made; moves on what is in flight.
 
         Raises:
             ServerUnavailable: it never will.
         """
         if self.state == "PROC":
-            with self._agent._translated("a write failed") as agent:
+            with self._agent._translated("a copy failed") as agent:
                 self.state = agent.check_xfer_state(self._handle)
         if self.state == "ERR":
-            raise ServerUnavailable("a write failed: NIXL does not say why")
+            raise ServerUnavailable("a copy failed: NIXL does not say why")
         return bool(self.state == "DONE")
 
     def release(self) -> None:
-        """Forgets it; one that has not ended is aborted."""
+        """Forgets it. One that has not ended goes on: see `remove_remote`."""
         handle, self._handle = self._handle, None
         if handle is None:
             return
@@ -200,7 +219,8 @@ class Write:
             log.debug("a NIXL handle is left to its agent: %s", _words(error))
 
 
-def _nixl() -> ModuleType:
+def load_nixl() -> ModuleType:
+    """The package itself. Raises `InvalidRequest` if it is not installed, or cannot be imported."""
     raises = logging.raiseExceptions
     for name in _MODULES:
         if importlib.util.find_spec(name) is None:

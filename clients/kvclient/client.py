@@ -71,7 +71,7 @@ class AsyncClient:
     Reconnects by itself after a server restart. `timeout_s` is the default deadline of every call,
     connecting and queueing included; one that finds no server gives up after `connect_timeout_s`.
     `plane` pins how payload moves: "grpc", "tcp", "shm" (from and into a `SharedRegion`) or "nixl"
-    (fetches; needs the extra); "auto" takes the best that both sides have. `tls` for a server that
+    (needs the extra); "auto" takes the best that both sides have. `tls` for a server that
     speaks TLS.
     """
 

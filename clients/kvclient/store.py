@@ -12,6 +12,7 @@ from kvclient.handle import Handle, HandleState
 from kvclient.placement import Placement
 from kvclient.planes.base import StoreCall, StorePlane, Unreachable
 from kvclient.planes.grpc import GrpcStorePlane
+from kvclient.planes.nixl_store import NixlStorePlane
 from kvclient.planes.shm import ShmStorePlane, planes_for
 from kvclient.planes.tcp import TcpStorePlane
 from kvclient.status import is_cancelled, let_go
@@ -146,7 +147,7 @@ class StoreHandle(Handle):
             call.cancel()
             plane, self._plane = self._plane, None
             if plane is not None:
-                plane.close(is_clean=bool(self._verdicts))
+                await plane.close(is_clean=bool(self._verdicts))
 
     def _take(self, reply: pb.StoreReply) -> None:
         kind = reply.WhichOneof("message")
@@ -180,6 +181,8 @@ class StoreHandle(Handle):
         if needs.plane == "tcp":
             return TcpStorePlane(call, connections, needs.data)
         region = self._placement.region
+        if needs.plane == "nixl":
+            return NixlStorePlane(call, connections, needs.data, region, self._spans)
         return ShmStorePlane(call, connections, needs.data, region, self._spans)
 
     async def _send_frame(self, plan: FramePlan, size: int) -> None:

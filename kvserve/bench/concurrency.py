@@ -1,4 +1,4 @@
-"""`kvserve bench concurrency`: the same server under 1, 4, 16 and 64 clients, over each plane.
+"""`kvserve bench concurrency`: the same server under 1, 4, 16 and 64 clients, over several planes.
 
 The clients, each with a connection of its own, are spread over two processes and fetch prefixes
 from page cache without pause; counted is what lands within a fixed time. Beside them, in the same
@@ -19,7 +19,7 @@ from kvserve.bench.report import Bar, machine, unit_json
 from kvserve.bench.rounds import Step
 from kvserve.bench.tcp_ceiling import tcp_ceiling_server
 from kvserve.bench.unit import WorkUnit
-from kvserve.bench.workspace import Settings, Workspace
+from kvserve.bench.workspace import Settings, Workspace, settings_for
 from kvserve.errors import ServerFault
 from kvserve.testing.server_process import ServerProcess
 
@@ -29,7 +29,7 @@ UNIT = WorkUnit(16, 16, 64 << 10)
 PROCESSES = 2
 """Over which the clients are spread."""
 _SERIES = 8
-_PLANES = [it for it in PLANES if it != "nixl"]
+DEFAULT_PLANES = tuple(it for it in PLANES if it != "nixl")
 _ANSWER_S_MAX = 120.0
 
 
@@ -41,6 +41,7 @@ class ConcurrencySettings:
     clients: tuple[int, ...]
     workers: tuple[int, ...]
     seconds: float
+    planes: tuple[str, ...] = DEFAULT_PLANES
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class _Way:
 
 def steps(settings: ConcurrencySettings) -> int:
     """How often `bench_concurrency` calls `step`."""
-    ways = len(settings.workers) * len(_PLANES) + 1
+    ways = len(settings.workers) * len(settings.planes) + 1
     return 2 + ways * len(settings.clients) * settings.common.repeats
 
 
@@ -138,10 +139,10 @@ async def bench_concurrency(settings: ConcurrencySettings, step: Step) -> Concur
             # A name of its own, since a server's log and address lie beside its root.
             root = space.directory / f"chunks-{workers}"
             root.symlink_to(space.chunks)
-            server = ServerProcess(root, settings=(f"server.workers={workers}",))
-            stack.enter_context(server)
+            of_server = (f"server.workers={workers}", *settings_for(settings.planes))
+            server = stack.enter_context(ServerProcess(root, settings=of_server))
             pids = server.serving_pids
-            ways += [_Way(it, workers, server.address, pids) for it in _PLANES]
+            ways += [_Way(it, workers, server.address, pids) for it in settings.planes]
         bare = stack.enter_context(tcp_ceiling_server())
         ways.append(_Way(BARE, 1, f"127.0.0.1:{bare.hello['port']}", [bare.pid]))
         facts = machine(space.directory)

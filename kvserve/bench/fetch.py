@@ -22,7 +22,7 @@ from kvserve.bench.report import (
 )
 from kvserve.bench.rounds import WARM_UPS, Case, Step, Timing, run_once, run_rounds, step_count
 from kvserve.bench.unit import WorkUnit
-from kvserve.bench.workspace import Settings, Workspace, touched_region
+from kvserve.bench.workspace import Settings, Workspace, settings_for, touched_region
 from kvserve.errors import ServerFault
 from kvserve.store.locations import ChunkLocations
 
@@ -130,7 +130,7 @@ async def bench_fetch(settings: Settings, step: Step) -> TransferReport:
         growth = await _growth(space, unit, _SERIES, settings.plane)
         step("server memory, large payload")
         growth += await _growth(space, large, _LARGE_SERIES, settings.plane)
-        server = stack.enter_context(space.server())
+        server = stack.enter_context(space.server(settings_for([settings.plane])))
         client = AsyncClient(server.address, plane=settings.plane)
         await stack.enter_async_context(client)
         bare = stack.enter_context(ceiling_server())
@@ -168,7 +168,7 @@ async def bench_fetch(settings: Settings, step: Step) -> TransferReport:
 async def _growth(space: Workspace, unit: WorkUnit, series: int, plane: str) -> list[ServerGrowth]:
     """Of kvserve and of the bare stream; both connections are there before memory is read."""
     region = touched_region(unit.size_bytes, plane)
-    with space.server() as server, ceiling_server() as bare:
+    with space.server(settings_for([plane])) as server, ceiling_server() as bare:
         async with (
             AsyncClient(server.address, plane=plane) as client,
             CeilingClient(bare) as bare_client,

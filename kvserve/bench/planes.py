@@ -1,8 +1,8 @@
 """`kvserve bench planes`: one prefix from page cache into a region, over each plane.
 
 Beside them, for each plane what a bare loop of Python does: the same reads from the same files and
-the same way to the client, and nothing else. And constant bytes over TCP. The nixl plane has no
-bare loop, and is left out where NIXL is not installed.
+the same way to the client, and nothing else. And constant bytes over TCP and NIXL. All that needs
+NIXL is left out where it is not installed.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from kvserve import nixl_agent
 from kvserve.bench.fetch import FetchByLayer, FetchStream, check_bytes
 from kvserve.bench.grpc_ceiling import CeilingClient, ceiling_server
 from kvserve.bench.grpc_files import GrpcReadFiles
+from kvserve.bench.nixl_ceiling import NixlRead, nixl_ceiling_server
 from kvserve.bench.report import (
     Bar,
     CaseReport,
@@ -29,7 +30,7 @@ from kvserve.bench.rounds import WARM_UPS, Case, Step, run_rounds, step_count
 from kvserve.bench.shm_ceiling import ShmRead, shm_ceiling_server
 from kvserve.bench.tcp_ceiling import TcpRead, tcp_ceiling_server
 from kvserve.bench.unit import WorkUnit
-from kvserve.bench.workspace import Settings, Workspace, touched
+from kvserve.bench.workspace import Settings, Workspace, settings_for, touched
 from kvserve.store.locations import ChunkLocations
 
 RATIO_MIN = 0.85
@@ -43,8 +44,9 @@ GEOMETRIES = {
 """About 128 MiB each. `mla`: DeepSeek-V3's 61 layers, 16 tokens of 576 values in bfloat16."""
 _SERIES = 0
 _MEASURED = [plane for plane in PLANES if plane != "nixl" or nixl_agent.is_installed()]
-_WITH_BARE_LOOP = ("shm", "tcp", "grpc")
-_CASES, _OTHER_STEPS = 2 * len(_MEASURED) + 4, 2 * len(_MEASURED) + 1 + 3
+_CONSTANT = [plane for plane in ("tcp", "nixl") if plane in _MEASURED]
+# Of each plane: with one request, by layer, and the bare loop. Bytes of all these are checked.
+_CASES, _OTHER_STEPS = 3 * len(_MEASURED) + len(_CONSTANT), 1 + 3 * len(_MEASURED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +99,7 @@ async def bench_planes(settings: Settings, step: Step) -> TransferReport:
             step(f"checking the bytes: {case.label}")
             is_shared = case.name.endswith("_shm") or case.name.startswith("shm_")
             await check_bytes(case, unit, shared.view if is_shared else region)
-        constant = stack.enter_context(tcp_ceiling_server())
-        cases = [*ours, *bare, stack.enter_context(TcpRead(constant, unit, region, None))]
+        cases = [*ours, *bare, *_constant(stack, unit, region)]
         samples = await run_rounds(cases, repeats=settings.repeats, warm_ups=WARM_UPS, step=step)
     rows = summarise(cases, samples, unit.size_bytes)
     return TransferReport(
@@ -121,8 +122,7 @@ async def _planes(
     shared: SharedRegion,
 ) -> Sequence[Case]:
     """With one request over each plane, then layer by layer."""
-    settings = ("server.nixl=true",) if "nixl" in _MEASURED else ()
-    server = stack.enter_context(space.server(settings))
+    server = stack.enter_context(space.server(settings_for(_MEASURED)))
     whole: list[Case] = []
     by_layer: list[Case] = []
     for plane in _MEASURED:
@@ -144,25 +144,37 @@ async def _bare_loops(
     region: memoryview,
     shared: SharedRegion,
 ) -> Sequence[Case]:
-    """One for each plane, over the same files: `shm_files`, `tcp_files`, `grpc_files`."""
+    """One for each plane, over the same files: `shm_files`, and so on."""
     files = ChunkLocations(str(space.chunks), unit.descriptor(_SERIES))
     over_shm = stack.enter_context(shm_ceiling_server())
     over_tcp = stack.enter_context(tcp_ceiling_server())
     over_grpc = await stack.enter_async_context(
         CeilingClient(stack.enter_context(ceiling_server()))
     )
-    return [
+    loops: list[Case] = [
         stack.enter_context(ShmRead(over_shm, unit, shared, files)),
         stack.enter_context(TcpRead(over_tcp, unit, region, files)),
         GrpcReadFiles(over_grpc, unit, region, files),
     ]
+    if "nixl" in _MEASURED:
+        over_nixl = stack.enter_context(nixl_ceiling_server())
+        loops.append(stack.enter_context(NixlRead(over_nixl, unit, region, files)))
+    return loops
+
+
+def _constant(stack: AsyncExitStack, unit: WorkUnit, region: memoryview) -> list[Case]:
+    """The same bytes again and again, from no file: `tcp_constant`, `nixl_constant`."""
+    over_tcp = stack.enter_context(tcp_ceiling_server())
+    cases: list[Case] = [stack.enter_context(TcpRead(over_tcp, unit, region, None))]
+    if "nixl" in _CONSTANT:
+        over_nixl = stack.enter_context(nixl_ceiling_server())
+        cases.append(stack.enter_context(NixlRead(over_nixl, unit, region, None)))
+    return cases
 
 
 def _bars(rows: Sequence[CaseReport]) -> list[Bar]:
     """Each plane against its own bare loop."""
-    speeds = [
-        ratio_bar(rows, f"kvserve_stream_{it}", f"{it}_files", RATIO_MIN) for it in _WITH_BARE_LOOP
-    ]
+    speeds = [ratio_bar(rows, f"kvserve_stream_{it}", f"{it}_files", RATIO_MIN) for it in _MEASURED]
     first = [
         first_layer_bar(rows, f"kvserve_stream_{plane}", f"{plane}_files", ms_max)
         for plane, ms_max in FIRST_LAYER_MS_MAX.items()

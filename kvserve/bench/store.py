@@ -23,7 +23,14 @@ from kvserve.bench.report import (
 )
 from kvserve.bench.rounds import WARM_UPS, Case, Step, Timing, run_rounds, step_count
 from kvserve.bench.unit import WorkUnit
-from kvserve.bench.workspace import Settings, Workspace, empty_files, touched, touched_region
+from kvserve.bench.workspace import (
+    Settings,
+    Workspace,
+    empty_files,
+    settings_for,
+    touched,
+    touched_region,
+)
 from kvserve.errors import ServerFault
 from kvserve.format.chunk_file import ChunkGeometry
 
@@ -95,7 +102,7 @@ async def bench_store(settings: Settings, step: Step) -> TransferReport:
         large = unit.with_chunks(PAYLOAD_FACTOR * unit.chunk_count)
         growth += await _growth(space, large, settings.plane)
         space.make_fan_dirs(unit)
-        server = stack.enter_context(space.server())
+        server = stack.enter_context(space.server(settings_for([settings.plane])))
         client = AsyncClient(server.address, plane=settings.plane)
         await stack.enter_async_context(client)
         bare = stack.enter_context(ceiling_server())
@@ -133,7 +140,7 @@ async def bench_store(settings: Settings, step: Step) -> TransferReport:
 async def _growth(space: Workspace, unit: WorkUnit, plane: str) -> list[ServerGrowth]:
     """Of kvserve and of the bare stream; both connections are there before memory is read."""
     source = touched_region(unit.size_bytes, plane)
-    with space.server() as server, ceiling_server() as bare:
+    with space.server(settings_for([plane])) as server, ceiling_server() as bare:
         async with (
             AsyncClient(server.address, plane=plane) as client,
             CeilingClient(bare) as bare_client,

@@ -37,9 +37,9 @@ class Workspace:
         self.directory = Path(self._directory.name)
         self.chunks = self.directory / "chunks"
 
-    def server(self, settings: tuple[str, ...] = ()) -> ServerProcess:
+    def server(self, settings: Sequence[str] = ()) -> ServerProcess:
         """A fresh server process, not started; one at a time."""
-        return ServerProcess(self.chunks, settings=settings)
+        return ServerProcess(self.chunks, settings=tuple(settings))
 
     async def store_series(self, stored: Sequence[tuple[WorkUnit, int]]) -> None:
         """Stores series through a server of their own, so that the measured one starts fresh."""
@@ -70,6 +70,11 @@ class Workspace:
         traceback: TracebackType | None,
     ) -> None:
         self._directory.cleanup()
+
+
+def settings_for(planes: Sequence[str]) -> list[str]:
+    """What a server must be told so that it has these planes; all but nixl are on by default."""
+    return ["server.nixl=true"] if "nixl" in planes else []
 
 
 def empty_files(directory: Path) -> None:

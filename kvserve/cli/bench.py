@@ -15,8 +15,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 
 from kvclient.planes.base import PLANES
 from kvclient.planes.choice import AUTO
+from kvserve.bench.concurrency import (
+    DEFAULT_PLANES,
+    ConcurrencyReport,
+    ConcurrencySettings,
+    bench_concurrency,
+)
 from kvserve.bench.concurrency import UNIT as CROWD_UNIT
-from kvserve.bench.concurrency import ConcurrencyReport, ConcurrencySettings, bench_concurrency
 from kvserve.bench.concurrency import steps as concurrency_steps
 from kvserve.bench.fetch import bench_fetch
 from kvserve.bench.fetch import steps as fetch_steps
@@ -65,7 +70,7 @@ _Root = Annotated[
     Path | None,
     typer.Option(help="Directory on the file system to measure; default: the temp directory."),
 ]
-_Plane = Annotated[str, typer.Option(help="How payload moves: auto, shm, tcp or grpc.")]
+_Plane = Annotated[str, typer.Option(help="How payload moves: auto, shm, nixl, tcp or grpc.")]
 _Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 _Output = Annotated[Path | None, typer.Option(help="Write the JSON to this file.")]
 _Plot = Annotated[Path | None, typer.Option(help="Write a bar chart to this SVG file.")]
@@ -76,6 +81,7 @@ _REPEATS = 9
 _LOOKUPS = 1000
 _CLIENTS = [1, 4, 16, 64]
 _WORKERS = [1]
+_PLANES = list(DEFAULT_PLANES)
 _COUNTS = [10_000, 100_000, 1_000_000]
 _Lookups = Annotated[int, typer.Option(min=1, max=1_000_000, help="Lookups in each phase.")]
 
@@ -174,6 +180,9 @@ def concurrency(
     seconds: Annotated[
         float, typer.Option(min=0.1, max=60, help="How long each is measured, in each round.")
     ] = 2.0,
+    plane: Annotated[
+        list[str], typer.Option(help="shm, nixl, tcp or grpc; again for another plane.")
+    ] = _PLANES,
     repeats: _Repeats = 2,
     root: _Root = None,
     as_json: _Json = False,
@@ -187,6 +196,7 @@ def concurrency(
         tuple(sorted(set(clients))),
         tuple(sorted(set(workers))),
         seconds,
+        tuple(dict.fromkeys(map(_pinned, plane))),
     )
     ending = _Ending(as_json, output, plot, check)
     work = run_steps(
@@ -318,6 +328,12 @@ def _checked(root: Path | None) -> Path | None:
 def _known(plane: str) -> str:
     if plane not in (AUTO, *PLANES):
         raise InvalidRequest(f"--plane {plane} must be one of {', '.join((AUTO, *PLANES))}")
+    return plane
+
+
+def _pinned(plane: str) -> str:
+    if plane not in PLANES:
+        raise InvalidRequest(f"--plane {plane} must be one of {', '.join(PLANES)}")
     return plane
 
 

@@ -5,7 +5,7 @@ hello    8 bytes magic, 32 bytes secret     client -> server, before every trans
 region   16 bytes, spans                    client -> server, shm only, after the hello; for nixl:
                                             `remote_region.py`
 record   24 bytes head, extra, payload      the sender of the payload -> its receiver
-taken    24 bytes head                      server -> client, store over shm only
+taken    24 bytes head                      server -> client, store over shm or nixl
 ```
 
 A record's head has a fixed size, so that a receiver knows where the payload belongs before a byte
@@ -47,11 +47,11 @@ class RecordKind(IntEnum):
     LANDED = 4
     """Fetch over shm or nixl: as PAYLOAD, but the payload is in its place already."""
     OFFERED = 5
-    """Store over shm: as PAYLOAD, but the payload is in the shared memory."""
+    """Store over shm or nixl: as PAYLOAD, but the payload is in the client's memory."""
     TAKEN = 6
     """Its answer: the oldest frame without one is copied, its bytes are the client's again."""
     QUIET = 7
-    """Fetch over nixl that ended early: the last record; nothing is written any more."""
+    """Nixl, a transfer that ended early: the last record; nothing is read or written any more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a client says of its region before a fetch over nixl, right after its hello. Pure.
+"""What a client says of its region before a transfer over nixl, right after its hello. Pure.
 
 ```
 head       24 bytes: size of the metadata, number of spans, address and size of the region

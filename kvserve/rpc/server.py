@@ -30,7 +30,7 @@ from kvserve.rpc.tls import ServerTls, load_tls_blocking
 from kvserve.service import Service
 from kvserve.storage_health import StorageHealth
 from kvserve.transfer.planes.data_port import DataPort
-from kvserve.transfer.planes.nixl_writer import NixlWriter, open_writer_blocking
+from kvserve.transfer.planes.nixl_port import NixlPort, open_port_blocking
 from kvserve.transfer.planes.offered import Planes
 from kvserve.transfer.staging import Staging
 from kvserve.transfer.step_reads import ReadPace
@@ -76,7 +76,7 @@ class Server:
         self._server: grpc.aio.Server | None = None
         self._tls: ServerTls | None = None
         self.data_port: DataPort | None = None
-        self.nixl: NixlWriter | None = None
+        self.nixl: NixlPort | None = None
 
     async def start(self) -> None:
         """Checks the root, binds, answers.
@@ -89,7 +89,7 @@ class Server:
         config, limits = self._config, self._config.limits
         if config.server.nixl:
             self.nixl = await asyncio.get_running_loop().run_in_executor(
-                None, open_writer_blocking, config
+                None, open_port_blocking, config
             )
         try:
             tree = await self._open_tree()

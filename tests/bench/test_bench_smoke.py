@@ -22,8 +22,9 @@ MACHINE = {
 }
 
 
+PLANES = ["shm", *(["nixl"] if nixl_agent.is_installed() else []), "tcp", "grpc"]
 PLANES_BARS = [
-    *(f"kvserve_stream_{plane} speed" for plane in ("shm", "tcp", "grpc")),
+    *(f"kvserve_stream_{plane} speed" for plane in PLANES),
     *(f"kvserve_stream_{plane} first layer" for plane in ("tcp", "shm")),
 ]
 
@@ -114,24 +115,16 @@ def test_store(tmp_path: Path) -> None:
 def test_planes(tmp_path: Path) -> None:
     report = bench_json(tmp_path, "planes", *TINY, "--repeats", "2")
     requests = {case["name"]: case["requests"] for case in report["cases"]}
-    verified = [name for name in requests if name != "tcp_constant"]
-    if nixl_agent.is_installed():
-        assert requests.pop("kvserve_stream_nixl") == 1
-        assert requests.pop("kvserve_by_layer_sequential_nixl") == 2
+    verified = [name for name in requests if not name.endswith("_constant")]
+    constant = {f"{plane}_constant" for plane in PLANES if plane in ("tcp", "nixl")}
+    ceilings = {f"{plane}_files" for plane in PLANES} | constant
     assert requests == {
-        "kvserve_stream_shm": 1,
-        "kvserve_stream_tcp": 1,
-        "kvserve_stream_grpc": 1,
-        "kvserve_by_layer_sequential_shm": 2,
-        "kvserve_by_layer_sequential_tcp": 2,
-        "kvserve_by_layer_sequential_grpc": 2,
-        "shm_files": 1,
-        "tcp_files": 1,
-        "grpc_files": 1,
-        "tcp_constant": 1,
+        **{f"kvserve_stream_{plane}": 1 for plane in PLANES},
+        **{f"kvserve_by_layer_sequential_{plane}": 2 for plane in PLANES},
+        **dict.fromkeys(ceilings, 1),
     }
     for case in report["cases"]:
-        check_case(case, 2, {"shm_files", "tcp_files", "grpc_files", "tcp_constant"})
+        check_case(case, 2, ceilings)
     assert report["verified_cases"] == verified
     assert [bar["name"] for bar in report["bars"]] == PLANES_BARS
 
@@ -213,18 +206,29 @@ def test_concurrency_for_people(tmp_path: Path) -> None:
     assert "bare TCP, 2 clients" in labels
 
 
-@pytest.mark.parametrize("plane", ["grpc", "shm"])
+def test_concurrency_over_nixl(tmp_path: Path) -> None:
+    if not nixl_agent.is_installed():
+        pytest.skip("NIXL is not installed (the extra nixl)")
+    crowds = ("--plane", "nixl", "--clients", "2", "--seconds", "0.1", "--repeats", "1")
+    report = bench_json(tmp_path, "concurrency", *TINY, *crowds)
+    assert [row["plane"] for row in report["rows"]] == ["nixl", "bare"]
+
+
+@pytest.mark.parametrize("plane", ["grpc", "shm", "nixl"])
 @pytest.mark.parametrize("command", ["fetch", "store"])
 def test_a_plane_by_name(command: str, plane: str, tmp_path: Path) -> None:
+    if plane == "nixl" and not nixl_agent.is_installed():
+        pytest.skip("NIXL is not installed (the extra nixl)")
     ended = bench(command, *TINY, "--repeats", "1", "--root", str(tmp_path), "--plane", plane)
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize("command", ["fetch", "store"])
+@pytest.mark.parametrize("command", ["fetch", "store", "concurrency"])
 def test_a_plane_that_nobody_knows(command: str) -> None:
     ended = bench(command, *TINY, "--plane", "rdma")
     assert ended.returncode == 1
-    assert "--plane rdma must be one of auto, shm, nixl, tcp, grpc" in ended.stderr
+    known = "shm, nixl, tcp, grpc" if command == "concurrency" else "auto, shm, nixl, tcp, grpc"
+    assert f"--plane rdma must be one of {known}" in ended.stderr
 
 
 def test_lookup(tmp_path: Path) -> None:

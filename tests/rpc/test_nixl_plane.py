@@ -20,12 +20,14 @@ from kvclient import AsyncClient, Client, HandleState, InvalidRequest, Region, S
 from kvclient.channel import Rpcs
 from kvclient.nixl_region import RegionAgent, region_agent_blocking
 from kvclient.planes.tcp import DataConnections
+from kvclient.region import as_region
 from kvserve import nixl_agent
 from kvserve.config import load_config
 from kvserve.format.messages import descriptor_to_pb
 from kvserve.format.remote_region import encode_remote_region
 from kvserve.rpc.server import Server
 from kvserve.testing.server_process import ServerProcess
+from kvserve.transfer.planes import nixl_port
 from kvserve.v1 import kvserve_pb2 as pb
 from tests.certificates import Certificates
 from tests.payload import payload_for, small_descriptor, store_all
@@ -124,8 +126,9 @@ async def test_a_region_is_registered_once_until_it_is_closed(
 ) -> None:
     descriptor = small_descriptor()
     source = payload_for(descriptor)
-    await store_all(client, descriptor, source)
-    region = Region(bytearray(SIZE_BYTES))
+    region = Region(bytearray(source))
+    await store_all(client, descriptor, region)
+    region.view[:] = bytes(SIZE_BYTES)
     for layer_index in range(4):
         assert (await client.fetch(descriptor, region, layers=[layer_index]).wait()).is_whole
     assert "1 remotes" in repr(server.nixl)
@@ -137,16 +140,36 @@ async def test_a_region_is_registered_once_until_it_is_closed(
     assert agent.is_closed
 
 
+async def test_a_region_that_nobody_uses_is_forgotten(
+    client: AsyncClient, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without another one that takes its place; it is known again when it comes back."""
+    monkeypatch.setattr(nixl_port, "_IDLE_POLL_S", 0.02)
+    region = Region(bytearray(payload_for(small_descriptor())))
+    await store_all(client, small_descriptor(), region)
+    await asyncio.sleep(0.1)
+    assert "1 remotes" in repr(server.nixl)
+    monkeypatch.setattr(nixl_port, "_REMOTE_IDLE_S", 0.0)
+    await until(lambda: "0 remotes" in repr(server.nixl))
+    assert (await client.fetch(small_descriptor(), region).wait()).is_whole
+    region.close()
+
+
 async def test_by_itself_a_client_takes_it_for_a_region_that_was_made(server: Server) -> None:
     descriptor = small_descriptor()
     async with AsyncClient(server.address) as client:
-        await store_all(client, descriptor, payload_for(descriptor))
+        await store_all(client, descriptor, as_region(payload_for(descriptor)))
         assert (await client.fetch(descriptor, bytearray(SIZE_BYTES)).wait()).is_whole
+        await store_all(client, small_descriptor(first_token=5000), Region(bytes(SIZE_BYTES)))
         assert "0 remotes" in repr(server.nixl)
         region = Region(bytearray(SIZE_BYTES))
         assert (await client.fetch(descriptor, region).wait()).is_whole
         assert "1 remotes" in repr(server.nixl)
+        other = Region(bytearray(SIZE_BYTES))
+        await store_all(client, small_descriptor(first_token=9000), other)
+        assert "2 remotes" in repr(server.nixl)
         region.close()
+        other.close()
 
 
 async def test_a_cancel_keeps_the_region_registered(client: AsyncClient, server: Server) -> None:
@@ -161,7 +184,7 @@ async def test_a_cancel_keeps_the_region_registered(client: AsyncClient, server:
         await handle.cancel()
         assert not agent.is_closed
     await until_quiet(server)
-    await until(lambda: "0 writes, 0 retiring, 0 of" in repr(server.nixl))
+    await until(lambda: "0 in flight, 0 retiring, 0 of" in repr(server.nixl))
     region.close()
 
 
@@ -176,10 +199,10 @@ async def test_frames_that_found_no_slot_to_be_read_into(
     region = Region(bytearray(len(source)))
     for to_read_into in (2, 0):
         region.view[:] = bytes(len(source))
-        monkeypatch.setattr(server.nixl.slots, "_to_read_into", to_read_into)
+        monkeypatch.setattr(server.nixl.slots, "_to_keep", to_read_into)
         assert (await client.fetch(descriptor, region).wait()).is_whole
         assert region.view == source
-    await until(lambda: "0 writes, 0 retiring, 0 of" in repr(server.nixl))
+    await until(lambda: "0 in flight, 0 retiring, 0 of" in repr(server.nixl))
     region.close()
 
 
@@ -214,10 +237,10 @@ async def test_a_server_without_it(root: Path) -> None:
     try:
         async with AsyncClient(server.address, plane="nixl") as client:
             descriptor = small_descriptor()
-            await store_all(client, descriptor, payload_for(descriptor))
-            with pytest.raises(
-                InvalidRequest, match="plane nixl is not there; this server has grpc and tcp"
-            ):
+            words = "plane nixl is not there; this server has grpc and tcp"
+            with pytest.raises(InvalidRequest, match=words):
+                await store_all(client, descriptor, payload_for(descriptor))
+            with pytest.raises(InvalidRequest, match=words):
                 await client.fetch(descriptor, Region(bytearray(SIZE_BYTES))).wait()
     finally:
         await server.stop()

@@ -58,8 +58,6 @@ def plane(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=["fetch", "store"])
 def direction(request: pytest.FixtureRequest, plane: str) -> str:
     name: str = request.param
-    if (plane, name) == ("nixl", "store"):
-        pytest.skip("nixl is for fetches")
     return name
 
 
@@ -246,15 +244,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-# Not nixl, whose server kept something of a dead client for more than 10 s (not looked into which);
-# `test_nixl_plane.py` has killed clients.
-@pytest.mark.parametrize("plane", [it for it in PLANES if it != "nixl"], indirect=True)
 class TestKilledClients:
     """A real process, SIGKILL in the middle."""
 
     @pytest.fixture
-    def process(self, root: Path) -> Iterator[ServerProcess]:
-        with ServerProcess(root) as process:
+    def process(self, root: Path, plane: str) -> Iterator[ServerProcess]:
+        with ServerProcess(
+            root, settings=(f"server.nixl={str(plane == 'nixl').lower()}",)
+        ) as process:
             yield process
 
     def test_leave_nothing(

@@ -80,7 +80,7 @@ async def test_the_plane_that_was_asked_for_is_the_one(
     await client.fetch(descriptor, memory(plane, descriptor.payload_size_bytes)).wait()
     there = ("grpc", "tcp", "shm", "nixl") if plane == "nixl" else ("grpc", "tcp", "shm")
     assert (await client.server_info()).planes == there
-    kept = 0 if plane == "grpc" else 1  # nixl: the store went over tcp, and it takes that over
+    kept = 0 if plane == "grpc" else 1
     await until_quiet(server)
     assert f" {kept} connections, 0 expected, 0 refused" in repr(server.data_port)
 

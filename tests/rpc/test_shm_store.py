@@ -24,7 +24,7 @@ from kvserve.format.records import RecordKind, encode_frame
 from kvserve.rpc.server import Server
 from kvserve.testing.server_process import ServerProcess
 from kvserve.transfer.planes import shm
-from tests.payload import memory, payload_for, small_descriptor, store_all
+from tests.payload import memory, payload_for, store_all
 from tests.rpc.test_planes import large, until, until_quiet
 from tests.rpc.test_shm_plane import NEW, SIZE_BYTES, Peer
 
@@ -47,137 +47,29 @@ def mappings(inode: int, pid: int | str = "self") -> int:
     return sum(line.split()[4] == str(inode) for line in lines)
 
 
-async def test_a_layer_s_memory_is_the_caller_s_again_when_its_call_returns(
-    client: AsyncClient,
-) -> None:
-    descriptor = large()
-    source = payload_for(descriptor)
-    region = memory("shm", source)
-    layer_bytes = descriptor.layout.slice_sizes[0] * descriptor.chunk_count
-    handle = client.store(descriptor, region)
-    for layer_index in descriptor.layer_order:
-        await handle.store_layer(layer_index)
-        at = descriptor.payload_offsets[layer_index]
-        region.view[at : at + layer_bytes] = b"\xee" * layer_bytes
-    assert (await handle.finish()).is_whole
-    assert (await client.fetch(descriptor, region).wait()).is_whole
-    assert region.view == source
-
-
-async def test_a_frame_is_copied_before_it_is_answered(
-    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = payload_for(NEW)
-    region = memory("shm", source)
-    layer_bytes = SIZE_BYTES // 4
-    answers = 0
-    real = shm.encode_taken
-
-    def answered() -> bytes:
-        nonlocal answers
-        at = NEW.payload_offsets[answers]  # each layer is one frame
-        region.view[at : at + layer_bytes] = b"\xee" * layer_bytes
-        answers += 1
-        return real()
-
-    monkeypatch.setattr(shm, "encode_taken", answered)
-    await store_all(client, NEW, region)
-    assert answers == 4
-    assert (await client.fetch(NEW, region).wait()).is_whole
-    assert region.view == source
-
-
-async def test_only_what_is_needed_is_read(client: AsyncClient) -> None:
-    """The chunks that are known have their places in the memory all the same."""
-    descriptor = small_descriptor(layers=3, chunks=6)
-    source = payload_for(descriptor)
-    await store_all(client, descriptor, source)
-    holes = [1, 2, 4]
-    assert await client.delete(_only(descriptor, holes))
-    region = memory("shm", source)
-    size = descriptor.layout.slice_sizes[0]
-    for layer_index in range(3):
-        for chunk in set(range(6)) - set(holes):
-            at = descriptor.payload_offsets[layer_index] + chunk * size
-            region.view[at : at + size] = b"\xee" * size
-    handle = client.store(descriptor, region)
-    assert await handle.needed() == holes
-    for layer_index in (2, 0, 1):
-        await handle.store_layer(layer_index)
-    assert (await handle.finish()).is_whole
-    assert (await client.fetch(descriptor, region).wait()).is_whole
-    assert region.view == source
-
-
-def _only(descriptor: object, chunks: list[int]) -> object:
-    return type(descriptor)(  # type: ignore[call-arg]
-        descriptor.identity,  # type: ignore[attr-defined]
-        [descriptor.chunk_hashes[chunk] for chunk in chunks],  # type: ignore[attr-defined]
-    )
-
-
-async def test_a_wild_pointer_publishes_nothing_wrong(
-    client: AsyncClient, server: Server, root: Path
-) -> None:
-    """What changes while it is stored fails its checksum: before it is written, not when read."""
-    descriptor = large()
-    region = SharedRegion(descriptor.payload_size_bytes)
-    stop = threading.Event()
-
-    def scribble() -> None:
-        turn = 0
-        while not stop.is_set():
-            turn += 1
-            region.view[:] = bytes([turn % 251]) * region.size_bytes
-
-    thread = threading.Thread(target=scribble)
-    thread.start()
-    refused = 0
-    try:
-        for _ in range(5):
-            try:
-                await store_all(client, descriptor, region)
-            except InvalidRequest as error:
-                assert "does not match its checksum" in str(error)  # noqa: PT017
-                refused += 1
-            else:
-                await client.delete(descriptor)
-    finally:
-        stop.set()
-        thread.join()
-    assert refused
-    await until_quiet(server)
-    assert not any((await client.lookup(descriptor)).hits)
-    assert [path for path in root.rglob(".*") if path.is_file()] == []
-    source = payload_for(descriptor)
-    region.view[:] = source
-    await store_all(client, descriptor, region)
-    assert (await client.fetch(descriptor, region).wait()).is_whole
-    assert region.view == source
-
-
-def _offered(layer: int, chunk: int, offset: int, payload: bytes = b"\0" * 8192) -> bytes:
+def offered(layer: int, chunk: int, offset: int, payload: bytes = b"\0" * 8192) -> bytes:
     header = FrameHeader(layer, chunk, offset, checksum(payload).to_bytes(8, "little"))
     return encode_frame(header, len(payload), RecordKind.OFFERED)
 
 
-@pytest.mark.parametrize(
-    ("record", "words"),
-    [
-        (_offered(9, 0, 0), "layer 9 is not in the payload"),
-        (_offered(3, 8, 0), f"a frame of 8192 bytes at byte {SIZE_BYTES} of the payload"),
-        (_offered(0, 2**32 - 1, 0), "of the payload, which has 262144"),
-        (_offered(0, 0, 2**64 - 1), "a frame of 8192 bytes at byte 18446744073709551615"),
-        (_offered(0, 1, 0), "a frame for chunk 1 at byte 0 came, chunk 0"),
-        (_offered(0, 0, 0, b"x" * 8192), "the payload does not match its checksum"),
-        (encode_frame(FrameHeader(0, 0, 0, bytes(8)), 8192), "takes OFFERED records, got PAYLOAD"),
-        (
-            encode_frame(FrameHeader(0, 0, 0, bytes(8)), (1 << 20) + 1, RecordKind.OFFERED),
-            "a frame with 1048577 bytes of payload; must be 1 to",
-        ),
-        (b"\xff" * 24, "a record of unknown kind 255"),
-    ],
-)
+REFUSED = [
+    (offered(9, 0, 0), "layer 9 is not in the payload"),
+    (offered(3, 8, 0), f"a frame of 8192 bytes at byte {SIZE_BYTES} of the payload"),
+    (offered(0, 2**32 - 1, 0), "of the payload, which has 262144"),
+    (offered(0, 0, 2**64 - 1), "a frame of 8192 bytes at byte 18446744073709551615"),
+    (offered(0, 1, 0), "a frame for chunk 1 at byte 0 came, chunk 0"),
+    (offered(0, 0, 0, b"x" * 8192), "the payload does not match its checksum"),
+    (encode_frame(FrameHeader(0, 0, 0, bytes(8)), 8192), "takes OFFERED records, got PAYLOAD"),
+    (
+        encode_frame(FrameHeader(0, 0, 0, bytes(8)), (1 << 20) + 1, RecordKind.OFFERED),
+        "a frame with 1048577 bytes of payload; must be 1 to",
+    ),
+    (b"\xff" * 24, "a record of unknown kind 255"),
+]
+"""A record each, and how the server refuses it, whoever moves the payload."""
+
+
+@pytest.mark.parametrize(("record", "words"), REFUSED)
 async def test_frames_that_are_refused(
     peer: Peer, server: Server, root: Path, record: bytes, words: str
 ) -> None:

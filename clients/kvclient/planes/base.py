@@ -64,5 +64,6 @@ class StorePlane(Protocol):
     async def finish(self) -> None:
         """Says that everything has been sent."""
 
-    def close(self, *, is_clean: bool) -> None:
-        """The store has ended; `is_clean`: with a result. Wakes who waits in `send`."""
+    async def close(self, *, is_clean: bool) -> None:
+        """The store has ended; `is_clean`: with a result. Wakes who waits in the others, at once;
+        returns once nothing that could do harm reads the region."""

@@ -54,10 +54,18 @@ class PlaneChoice:
         return self._fitting(region, self._plane)
 
     def for_store(self, region: Region) -> Sequence[str]:
-        """The same for a store from it. nixl is for fetches: a client that pins it stores over the
-        best other plane."""
-        pinned = AUTO if self._plane == "nixl" else self._plane
-        return [it for it in self._fitting(region, pinned) if it != "nixl"]
+        """The same for a store from it.
+
+        Raises:
+            InvalidRequest: also if nixl is pinned, and the region cannot be written: NIXL registers
+                memory for both directions.
+        """
+        fitting = self._fitting(region, self._plane)
+        if region.is_writable:
+            return fitting
+        if self._plane == "nixl":
+            raise InvalidRequest("plane nixl takes writable regions only, in stores as well")
+        return [it for it in fitting if it != "nixl"]
 
     def without(self, planes: Sequence[str], error: Unreachable) -> Sequence[str]:
         """What is left of `planes` for this transfer; later ones avoid the plane for a while.

@@ -62,5 +62,5 @@ class GrpcStorePlane:
         await self._call.write(finish.SerializeToString())
         await self._call.done_writing()
 
-    def close(self, *, is_clean: bool) -> None:
+    async def close(self, *, is_clean: bool) -> None:
         """The handle ends the call."""

@@ -1,4 +1,4 @@
-"""The nixl plane, client side: the server writes into the region over NIXL (RDMA, where it is).
+"""Fetches over nixl, client side: the server writes into the region over NIXL (RDMA, where it is).
 
 The client registers its region and tells the server how to reach it. Heads of records come over the
 data connection, each after its bytes; the client checks them in the region as on any plane. Over
@@ -41,11 +41,11 @@ class NixlFetchPlane(RegionFetch):
     """Implements `FetchPlane`."""
 
     async def receive(self, call: FetchCall, session: FetchSession, took: Took) -> None:
-        agent = await _agent_of(self._region)
+        agent = await agent_of(self._region)
         connection = await self._connections.open(self._offer, "nixl")
         records = Records(connection, session, took)
         reading = asyncio.create_task(records.read())
-        polling = asyncio.create_task(_poll(agent))
+        polling = asyncio.create_task(poll(agent))
         is_clean = False
         try:
             region = encode_remote_region(
@@ -134,7 +134,7 @@ class Records:
             self._took(events)
 
 
-async def _agent_of(region: Region) -> RegionAgent:
+async def agent_of(region: Region) -> RegionAgent:
     """Raises `Unreachable` if NIXL does not work here."""
     making = asyncio.get_running_loop().run_in_executor(None, region_agent_blocking, region)
     try:
@@ -146,7 +146,7 @@ async def _agent_of(region: Region) -> RegionAgent:
         raise Unreachable("nixl", str(error)) from error
 
 
-async def _poll(agent: RegionAgent) -> None:
+async def poll(agent: RegionAgent) -> None:
     """Ends only by an error: the agent was closed, since a server has died."""
     while True:
         agent.poll()

@@ -275,7 +275,7 @@ class TcpStorePlane:
         await self._send((encode_finish(),))
         await self._call.done_writing()
 
-    def close(self, *, is_clean: bool) -> None:
+    async def close(self, *, is_clean: bool) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             if is_clean:

@@ -1,4 +1,4 @@
-"""The nixl plane, server side: one-sided writes into the client's memory, over NIXL.
+"""Fetches over nixl, server side: one-sided writes into the client's memory.
 
 The client says where its region is and in which spans the payload goes. A frame is read into a
 registered slot, verified there, and written from there; no thread or copy of the client's is
@@ -7,44 +7,31 @@ misses and the end keep one order, and the client sleeps until a head is there.
 
 Several writes are in flight, so that reading frame n + 1 overlaps writing frame n.
 
-T6: writes in flight cannot be taken back. See `NixlWriter.retire` for how a fetch ends early.
+T6: writes in flight cannot be taken back. See `NixlPort.retire` for how a fetch ends early.
 """
 
 import asyncio
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from types import TracebackType
 
 from kvserve.data_socket import DataSocket
 from kvserve.errors import ServerUnavailable
 from kvserve.format.frames import FrameHeader
-from kvserve.format.records import (
-    SPAN_SIZE_BYTES,
-    RecordKind,
-    decode_spans,
-    encode_frame,
-    encode_miss,
-)
-from kvserve.format.remote_region import (
-    REMOTE_REGION_SIZE_BYTES,
-    RemoteRegion,
-    decode_remote_region,
-)
+from kvserve.format.records import RecordKind, encode_frame, encode_miss
 from kvserve.model import Descriptor, Verdict
-from kvserve.nixl_agent import Piece
 from kvserve.transfer.planes.base import OutgoingFrame
 from kvserve.transfer.planes.data_port import DataPort
 from kvserve.transfer.planes.grpc import Write
-from kvserve.transfer.planes.nixl_slots import Slot
-from kvserve.transfer.planes.nixl_writer import (
+from kvserve.transfer.planes.nixl_port import (
     IN_FLIGHT_MAX,
     InFlight,
-    NixlWriter,
-    Remote,
+    NixlPort,
     say_quiet,
 )
-from kvserve.transfer.planes.shared_memory import PayloadOrder, PayloadSpans, checked_spans
+from kvserve.transfer.planes.nixl_slots import Slot
+from kvserve.transfer.planes.nixl_target import Target, receive_target
+from kvserve.transfer.planes.shared_memory import PayloadOrder
 from kvserve.transfer.planes.tcp import TcpFetchPlane, TcpFrame
 
 
@@ -56,20 +43,6 @@ class NixlFrame(TcpFrame):
 
     at: int
     slot: Slot | None
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where the payload goes: spans of a region of `remote`."""
-
-    remote: Remote
-    address: int
-    spans: PayloadSpans
-
-    def pieces(self, at: int, size_bytes: int) -> list[Piece]:
-        """The memory of a part of the payload, from its byte `at` on."""
-        found = self.spans.pieces(at, size_bytes)
-        return [(self.address + offset, size) for offset, size in found]
 
 
 class Landing:
@@ -128,12 +101,12 @@ class NixlFetchPlane(TcpFetchPlane):
         self,
         write: Write,
         port: DataPort,
-        writer: NixlWriter,
+        nixl: NixlPort,
         descriptor: Descriptor,
         layers: Sequence[int],
     ) -> None:
         super().__init__(write, port)
-        self._writer = writer
+        self._nixl = nixl
         self._order = PayloadOrder(descriptor, layers)
         self._target: Target | None = None
         self._landing: Landing | None = None
@@ -170,25 +143,22 @@ class NixlFetchPlane(TcpFetchPlane):
             return
         landing.abandon()
         self._connection = None
-        self._writer.retire(self._port, connection, target.remote, landing.writes)
+        self._nixl.retire(self._port, connection, target.remote, landing.writes)
 
     async def head(self, verdicts: list[Verdict]) -> None:
         await super().head(verdicts)
         connection = self._connection
         if connection is None:
             return
-        region, metadata, offsets, sizes = await _receive_region(connection)
-        spans = checked_spans(offsets, sizes, region.size_bytes, self._order.size_bytes)
-        remote = await self._writer.remote(metadata)
-        self._used.enter_context(self._writer.using(remote))
-        self._target = Target(remote, region.address, spans)
+        self._target = await receive_target(connection, self._order.size_bytes, self._nixl)
+        self._used.enter_context(self._nixl.using(self._target.remote))
         self._landing = Landing(connection)
 
     def new_frame(
         self, header: FrameHeader, payload_size_bytes: int, *, may_be_in_place: bool
     ) -> NixlFrame:
         head = encode_frame(header, payload_size_bytes, RecordKind.LANDED)
-        slot = self._writer.slots.take_to_read_into()
+        slot = self._nixl.slots.take_to_keep()
         buffer = self._port.buffers.take(payload_size_bytes) if slot is None else slot.view
         frame = NixlFrame(head, buffer, payload_size_bytes)
         frame.at = self._order.at(header.layer_index, header.first_chunk, header.slice_offset)
@@ -203,26 +173,13 @@ class NixlFetchPlane(TcpFetchPlane):
         there = self._target.pieces(frame.at, len(frame.payload))
         slot = frame.slot
         if slot is None:
-            slot = self._writer.slots.take()
+            slot = self._nixl.slots.take()
             slot.view[: len(frame.payload)] = frame.payload
             self._port.buffers.give(frame.buffer)
-        write = self._writer.write(self._target.remote, slot, there)
+        write = self._nixl.write(self._target.remote, slot, there)
         self._landing.add(frame.head, write)
 
     async def miss(self, chunk_index: int, verdict: Verdict) -> None:
         assert self._landing is not None, "a miss without a hit"
         await self._landing.room()
         self._landing.add(encode_miss(chunk_index, verdict))
-
-
-async def _receive_region(
-    connection: DataSocket,
-) -> tuple[RemoteRegion, bytes, list[int], list[int]]:
-    """What the client says right after its hello: region, metadata, spans."""
-    raw = memoryview(bytearray(REMOTE_REGION_SIZE_BYTES))
-    await connection.receive([raw])
-    region = decode_remote_region(raw)
-    metadata = bytearray(region.metadata_size_bytes)
-    spans = memoryview(bytearray(SPAN_SIZE_BYTES * region.span_count))
-    await connection.receive([memoryview(metadata), spans])
-    return region, bytes(metadata), *decode_spans(spans)

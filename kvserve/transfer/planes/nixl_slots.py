@@ -1,4 +1,4 @@
-"""Registered memory that the nixl plane reads frames into and writes them from."""
+"""Registered memory that the nixl plane keeps frames in, while they are read, checked, written."""
 
 import ctypes
 import mmap
@@ -13,9 +13,10 @@ _BLOCK_SLOTS_MIN = 4
 
 
 class Slot:
-    """Memory for one frame, held until nobody has this object: a read that hangs keeps it."""
+    """Memory for one frame. It is held until nobody has `view` or a part of it any more: a file
+    call that hangs keeps it, and so does a copy in flight."""
 
-    __slots__ = ("__weakref__", "address", "view")
+    __slots__ = ("address", "view")
 
     def __init__(self, address: int, view: memoryview) -> None:
         self.address = address
@@ -25,42 +26,47 @@ class Slot:
 class Slots:
     """Slots of one size. Grows by blocks, registered once each, and is never given back.
 
-    Frames are read into `to_read_into` slots at most; `to_write_from` more are left for frames that
-    were read elsewhere, and for those in flight.
+    Frames are kept in `to_keep` slots at most, from the first byte to the last use; `to_pass` more
+    are left for frames that are kept elsewhere, while they are in flight.
     """
 
     def __init__(
         self,
         slot_size_bytes: int,
         *,
-        to_read_into: int,
-        to_write_from: int,
+        to_keep: int,
+        to_pass: int,
         register: Callable[[int, int], None],
     ) -> None:
         self._slot_size_bytes = slot_size_bytes
-        self._to_read_into = to_read_into
-        self._slots_max = to_read_into + to_write_from
+        self._memory_type = ctypes.c_char * slot_size_bytes
+        self._to_keep = to_keep
+        self._slots_max = to_keep + to_pass
         self._register = register
         # A deque, since the last to hold a slot may be a thread.
-        self._free: deque[tuple[int, memoryview]] = deque()
+        self._free: deque[int] = deque()
+        self._blocks: list[mmap.mmap] = []
         self.count = 0
 
     @property
     def taken(self) -> int:
         return self.count - len(self._free)
 
-    def take_to_read_into(self) -> Slot | None:
-        """None if those left are for frames that are ready to be sent."""
-        return self.take() if self.taken < self._to_read_into else None
+    def take_to_keep(self) -> Slot | None:
+        """None if those left are for frames that only pass."""
+        return self.take() if self.taken < self._to_keep else None
 
     def take(self) -> Slot:
         """Raises `Overloaded` if all are taken."""
         if not self._free:
             self._grow()
-        address, view = self._free.pop()
-        slot = Slot(address, view)
-        finalize(slot, self._free.append, (address, view)).atexit = False
-        return slot
+        address = self._free.pop()
+        memory = self._memory_type.from_address(address)
+        finalize(memory, self._give, address).atexit = False
+        return Slot(address, memoryview(memory).cast("B"))
+
+    def _give(self, address: int) -> None:  # a method, so that the memory lives as long as a slot
+        self._free.append(address)
 
     def _grow(self) -> None:
         size = self._slot_size_bytes
@@ -71,7 +77,6 @@ class Slots:
         memory = mmap.mmap(-1, count * size)
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._register(address, count * size)
-        view = memoryview(memory)
-        for at in range(0, count * size, size):
-            self._free.append((address + at, view[at : at + size]))
+        self._blocks.append(memory)
+        self._free.extend(range(address, address + count * size, size))
         self.count += count

@@ -9,7 +9,8 @@ from kvserve.transfer.planes.base import FetchPlane, StorePlane
 from kvserve.transfer.planes.data_port import DataPort
 from kvserve.transfer.planes.grpc import GrpcFetchPlane, GrpcStorePlane, Read, Write
 from kvserve.transfer.planes.nixl import NixlFetchPlane
-from kvserve.transfer.planes.nixl_writer import NixlWriter
+from kvserve.transfer.planes.nixl_port import NixlPort
+from kvserve.transfer.planes.nixl_store import NixlStorePlane
 from kvserve.transfer.planes.shm import ShmFetchPlane, ShmStorePlane
 from kvserve.transfer.planes.tcp import TcpFetchPlane, TcpStorePlane
 from kvserve.v1 import kvserve_pb2 as pb
@@ -21,7 +22,7 @@ class Planes:
     """Makes the plane of each transfer; as a context it lets go of its connection at the end."""
 
     def __init__(
-        self, port: DataPort, *, frame_size_bytes_max: int, nixl: NixlWriter | None = None
+        self, port: DataPort, *, frame_size_bytes_max: int, nixl: NixlPort | None = None
     ) -> None:
         self._port = port
         self._nixl = nixl
@@ -72,11 +73,16 @@ class Planes:
     def store(
         self, wanted: Sequence[str], descriptor: Descriptor, read: Read, write: Write
     ) -> AbstractAsyncContextManager[StorePlane]:
-        """The same for a store; nixl is for fetches only."""
+        """The same for a store."""
         size = self._frame_size_bytes_max
-        match self._pick(wanted, [name for name in self.names if name != "nixl"]):
+        match self._pick(wanted, self.names):
             case "shm":
                 return ShmStorePlane(read, write, size, self._port, descriptor)
+            case "nixl":
+                assert self._nixl is not None, "it is not offered"
+                return NixlStorePlane(
+                    read, write, size, self._port, nixl=self._nixl, descriptor=descriptor
+                )
             case "tcp":
                 return TcpStorePlane(read, write, size, self._port)
             case _:

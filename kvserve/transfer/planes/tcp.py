@@ -145,22 +145,7 @@ class TcpStorePlane(Connected, GrpcStorePlane):
         raw_head = memoryview(bytearray(HEAD_SIZE_BYTES))
         extra = memoryview(bytearray(EXTRA_SIZE_BYTES_MAX))
         buffers = self._port.buffers
-        while True:
-            await connection.receive([raw_head])
-            head = decode_head(raw_head)
-            if head.kind is RecordKind.FINISH:
-                self.is_finished = True
-                return
-            if head.kind is not self._frame_kind:
-                raise InvalidRequest(
-                    f"a store over {self.name} takes {self._frame_kind.name} records, got "
-                    f"{head.kind.name}"
-                )
-            if head.payload_size_bytes > buffers.frame_size_bytes:
-                raise InvalidRequest(
-                    f"layer {head.layer_index}: a frame with {head.payload_size_bytes} bytes of "
-                    f"payload; must be 1 to {buffers.frame_size_bytes}"
-                )
+        while (head := await self._next_head(connection, raw_head)) is not None:
             buffer = buffers.take(head.payload_size_bytes)
             payload = buffer[: head.payload_size_bytes]
             checksums = extra[: head.extra_size_bytes]
@@ -169,6 +154,26 @@ class TcpStorePlane(Connected, GrpcStorePlane):
                 head.layer_index, head.first_chunk, head.slice_offset, bytes(checksums)
             )
             yield header, payload, partial(buffers.give, buffer)
+        self.is_finished = True
+
+    async def _next_head(self, connection: DataSocket, raw_head: memoryview) -> RecordHead | None:
+        """The head of the next frame; None: the client has sent everything."""
+        await connection.receive([raw_head])
+        head = decode_head(raw_head)
+        if head.kind is RecordKind.FINISH:
+            return None
+        if head.kind is not self._frame_kind:
+            raise InvalidRequest(
+                f"a store over {self.name} takes {self._frame_kind.name} records, got "
+                f"{head.kind.name}"
+            )
+        size_max = self._port.buffers.frame_size_bytes
+        if not 0 < head.payload_size_bytes <= size_max:
+            raise InvalidRequest(
+                f"layer {head.layer_index}: a frame with {head.payload_size_bytes} bytes of "
+                f"payload; must be 1 to {size_max}"
+            )
+        return head
 
     async def _take_frame(
         self,

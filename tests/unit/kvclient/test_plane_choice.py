@@ -47,14 +47,16 @@ def test_who_asks_for_tls_gets_nixl_only_by_name(has_nixl: bool) -> None:
         assert list(choice.for_region(region)) == ["nixl"]
 
 
-def test_pinned_nixl_is_for_fetches_into_any_region(has_nixl: bool) -> None:
+def test_pinned_nixl_is_for_any_region_that_can_be_written(has_nixl: bool) -> None:
     if not has_nixl:
         with pytest.raises(InvalidRequest, match=r"plane nixl: the package nixl-cu12 is not"):
             PlaneChoice("nixl", "host:1")
         return
     choice = PlaneChoice("nixl", "host:1")
     assert list(choice.for_region(as_region(bytearray(1)))) == ["nixl"]
-    assert list(choice.for_store(PRIVATE)) == ["tcp", "grpc"]
+    assert list(choice.for_store(as_region(bytearray(1)))) == ["nixl"]
+    with pytest.raises(InvalidRequest, match="plane nixl takes writable regions only"):
+        choice.for_store(Region(b"x"))
 
 
 def test_by_itself_the_best_that_the_region_allows(has_nixl: bool) -> None:
@@ -63,7 +65,9 @@ def test_by_itself_the_best_that_the_region_allows(has_nixl: bool) -> None:
     assert list(choice.for_region(PRIVATE)) == ["tcp", "grpc"]
     assert list(choice.for_region(SharedRegion(1))) == ["shm", *nixl, "tcp", "grpc"]
     assert list(choice.for_store(PRIVATE)) == ["tcp", "grpc"]
-    assert list(choice.for_store(SharedRegion(1))) == ["shm", "tcp", "grpc"]
+    assert list(choice.for_store(SharedRegion(1))) == ["shm", *nixl, "tcp", "grpc"]
+    assert list(choice.for_store(Region(bytearray(1)))) == [*nixl, "tcp", "grpc"]
+    assert list(choice.for_store(Region(b"x"))) == ["tcp", "grpc"]
 
 
 @pytest.mark.parametrize("plane", ["grpc", "tcp"])

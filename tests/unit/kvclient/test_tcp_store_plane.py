@@ -42,5 +42,5 @@ async def test_a_send_that_is_cancelled_ends_the_connection() -> None:
         await plane.send(FrameHeader(1, 0, 0, b""), [payload[:10]])
     with pytest.raises(ServerUnavailable, match="closed by the other side"):
         await server.receive([payload])
-    plane.close(is_clean=False)
+    await plane.close(is_clean=False)
     server.close()
