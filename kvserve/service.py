@@ -116,9 +116,12 @@ class Service:
             self._metrics.answered("lookup", verdicts)
             return verdicts, leased
 
-    def release(self, tenant: str, request: str) -> int:
+    async def release(self, tenant: str, request: str) -> int:
         """How many leased chunks were given free."""
-        return self._tree.exchange.release((tenant, request))
+        owner, exchange = (tenant, request), self._tree.exchange
+        return await self.long_steps.run(
+            exchange.leases.chunks_of(owner), lambda: exchange.release(owner)
+        )
 
     async def delete(self, where: ChunkLocations) -> list[ChunkStatus]:
         with self._looking_up(where):

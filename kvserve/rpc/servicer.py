@@ -112,7 +112,7 @@ class Servicer:
         request = parse_bounded(pb.ReleaseRequest, raw)
         check_tenant(request.tenant)
         check_lease_owner(request.lease_owner)
-        released = self._service.release(request.tenant, request.lease_owner)
+        released = await self._service.release(request.tenant, request.lease_owner)
         return pb.ReleaseReply(released_chunks=released).SerializeToString()
 
     async def pin(self, raw: bytes, context: _Context) -> bytes:

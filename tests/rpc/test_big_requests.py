@@ -185,6 +185,20 @@ async def test_hits_by_layer_among_many_misses(
         assert target[at : at + 3000 * 64] == payload[of_stored : of_stored + 3000 * 64]
 
 
+async def test_a_release_of_half_a_million_chunks(
+    channel: grpc.aio.Channel, server: Server
+) -> None:
+    owner, shards = ("default", "request"), 8
+    leases = server._tree.exchange.leases
+    leases._chunks_max = shards * MANY
+    for shard in range(shards):
+        leases.grant(owner, str(shard), range(shard * MANY, (shard + 1) * MANY), 60.0)
+    raw = pb.ReleaseRequest(tenant=owner[0], lease_owner=owner[1]).SerializeToString()
+    async with watched(channel):
+        reply = await channel.unary_unary(f"/{SERVICE}/Release")(raw)
+    assert pb.ReleaseReply.FromString(reply).released_chunks == shards * MANY
+
+
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
