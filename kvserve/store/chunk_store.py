@@ -272,7 +272,8 @@ class ChunkStore:
         self._discard_known(path)
 
     def _unreadable(self, path: str, error: KvserveError) -> Verdict:
-        verdict = Verdict(ChunkStatus.MISS_ERROR, str(error))
+        text = str(error)  # of a read: it has the descriptor's number
+        verdict = Verdict(ChunkStatus.MISS_ERROR, text if path in text else f"{path}: {text}")
         # Not where the process is short of descriptors: that says nothing about the chunk.
         if isinstance(error, StorageUnavailable):
             self._failing.add(path, verdict)
