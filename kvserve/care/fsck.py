@@ -26,7 +26,7 @@ from kvserve.care.order import Batch, InOrder
 from kvserve.care.saved_run import Progress, SavedRun, describe
 from kvserve.care.tally import Finding, Kind, Tally
 from kvserve.errors import InvalidRequest, KvserveError, StorageError
-from kvserve.fs import Entry, FileSystem
+from kvserve.fs import REFUSED, Entry, FileSystem
 from kvserve.store.owners import Owner
 from kvserve.store.paths import IDENTITY_NAME, temp_owner
 from kvserve.store.quarantine import set_aside_no_file_blocking
@@ -147,7 +147,7 @@ class Fsck:
             try:
                 for entry in directory.entries():
                     self._take(pool, batch, directory, entry)
-            except StorageError as error:
+            except REFUSED as error:
                 if directory.level == ROOT:
                     raise
                 place = "/".join(directory.parts)

@@ -8,7 +8,7 @@ import threading
 from contextlib import suppress
 
 from kvserve.errors import StorageError
-from kvserve.fs import FileSystem
+from kvserve.fs import REFUSED, FileSystem
 from kvserve.store.paths import QUARANTINE_DIR
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Quarantine:
             return False
         self.taken += 1
         log.warning("damaged, now in %s: %s", self._directory, path)
-        with suppress(StorageError):  # the next one tries again
+        with suppress(*REFUSED):  # the next one tries again
             self._trim_blocking()
         return True
 

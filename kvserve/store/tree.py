@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from kvserve.errors import InvalidRequest, StorageError
-from kvserve.fs import Entry, FileSystem
+from kvserve.errors import InvalidRequest, KvserveError
+from kvserve.fs import REFUSED, Entry, FileSystem
 from kvserve.model import HASH_SIZE_BYTES_MAX, HASH_SIZE_BYTES_MIN, Shard, check_tenant
 
 ROOT: Final = 0
@@ -46,7 +46,7 @@ class Directory:
     root: str
     parts: Parts
     _listed: tuple[Entry, ...] = ()
-    _fault: StorageError | None = None
+    _fault: KvserveError | None = None
 
     @property
     def level(self) -> int:
@@ -60,7 +60,7 @@ class Directory:
         """What is in it; the directories that the walk enters too.
 
         Raises:
-            StorageError: it cannot be listed, or not to its end.
+            StorageError, Overloaded: it cannot be listed, or not to its end.
         """
         if self.level == FAN:
             yield from self.fs.scan(self.path)
@@ -98,10 +98,10 @@ def _walk(
             yield Directory(fs, root, parts)
         return
     listed: list[Entry] = []
-    fault = None
+    fault: KvserveError | None = None
     try:
         listed = sorted(fs.scan("/".join((root, *parts))), key=lambda entry: entry.name)
-    except StorageError as error:
+    except REFUSED as error:
         listed, fault = [], error
     if is_due:
         yield Directory(fs, root, parts, tuple(listed), fault)

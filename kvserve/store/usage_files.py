@@ -12,7 +12,7 @@ leaves its file; the next count makes it superfluous. Files are replaced whole, 
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from kvserve.fs import FileSystem
 from kvserve.model import check_tenant
 from kvserve.policy.quota import Amount
 from kvserve.store.ledger import UsageByTenant
-from kvserve.store.paths import USAGE_DIR
+from kvserve.store.paths import USAGE_DIR, is_tag
 from kvserve.store.small_file import read_small_blocking, replace_small_blocking
 
 log = logging.getLogger(__name__)
@@ -94,6 +94,14 @@ class UsageFiles:
         for tag in tags & contained.keys() & set(self._tags()):
             if self._changes(tag) == contained[tag]:
                 self._fs.unlink(f"{self._directory}/{tag}")
+
+    def forget_unfinished(self, lives: Callable[[str], bool]) -> None:
+        """Removes what servers that are dead had not finished writing, `NAME.TAG`."""
+        for entry in self._fs.scan(self._directory):
+            name, _, tag = entry.name.rpartition(".")
+            is_unfinished = entry.kind == "file" and name.isalnum() and is_tag(tag)
+            if is_unfinished and not lives(tag):
+                self._fs.unlink(f"{self._directory}/{entry.name}")
 
     def tags(self) -> set[str]:
         return set(self._tags())
