@@ -13,7 +13,8 @@ from kvserve.config import LimitsConfig
 from kvserve.errors import InvalidRequest, Overloaded
 from kvserve.lookups import Lookups
 from kvserve.metrics import Metrics
-from kvserve.model import ChunkStatus, Descriptor, Verdict, check_layers, check_lease_owner
+from kvserve.model import ChunkStatus, Descriptor, Verdict, check_layers
+from kvserve.names import check_lease_owner
 from kvserve.open_tree import OpenTree
 from kvserve.storage_health import StorageHealth
 from kvserve.store.locations import ChunkLocations

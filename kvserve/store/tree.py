@@ -21,7 +21,8 @@ from typing import Final
 
 from kvserve.errors import InvalidRequest, KvserveError
 from kvserve.fs import REFUSED, Entry, FileSystem
-from kvserve.model import HASH_SIZE_BYTES_MAX, HASH_SIZE_BYTES_MIN, Shard, check_tenant
+from kvserve.model import Shard
+from kvserve.names import HASH_SIZE_BYTES_MAX, HASH_SIZE_BYTES_MIN, is_tenant
 
 ROOT: Final = 0
 TENANT: Final = 1
@@ -120,7 +121,7 @@ def is_ours(parts: Parts) -> bool:
     """Whether the last of `parts` is a directory name that kvserve makes at its level."""
     name, level = parts[-1], len(parts)
     if level == TENANT:
-        return _is_tenant(name)
+        return is_tenant(name)
     if level == NAMESPACE:
         return _NAMESPACE.fullmatch(name) is not None
     if level == SHARD:
@@ -144,11 +145,3 @@ def is_chunk_name(name: str) -> bool:
     size, odd = divmod(len(name), 2)
     is_hash = not odd and HASH_SIZE_BYTES_MIN <= size <= HASH_SIZE_BYTES_MAX
     return is_hash and _CHUNK.fullmatch(name) is not None
-
-
-def _is_tenant(name: str) -> bool:
-    try:
-        check_tenant(name)
-    except InvalidRequest:
-        return False
-    return True

@@ -16,9 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvserve.errors import InvalidRequest
 from kvserve.fs import FileSystem
-from kvserve.model import check_tenant
+from kvserve.names import is_tenant
 from kvserve.policy.quota import Amount
 from kvserve.store.ledger import UsageByTenant
 from kvserve.store.paths import USAGE_DIR, is_tag
@@ -174,17 +173,9 @@ def _amounts(record: object) -> UsageByTenant:
         for tenant, pair in record.items()
         if isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair))
         # It becomes a label of metrics.
-        if _is_tenant(tenant)
+        if is_tenant(tenant)
     }
 
 
 def _is_count(value: object) -> bool:
     return type(value) is int and abs(value) < _COUNT_MAX
-
-
-def _is_tenant(name: str) -> bool:
-    try:
-        check_tenant(name)
-    except InvalidRequest:
-        return False
-    return True
