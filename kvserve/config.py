@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from kvserve.errors import InvalidRequest
-from kvserve.model import check_tenant
+from kvserve.names import check_tenant
 
 
 class _Section(BaseModel):

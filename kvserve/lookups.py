@@ -209,6 +209,10 @@ class Lookups:
         else:
             verdicts[:] = explained or verdicts
 
+    def late(self, where: ChunkLocations, index: int, late: Late) -> Verdict:
+        """The miss of a chunk whose call gave no answer in time."""
+        return self._store.late(where, index, late.error, late.hangs)
+
     async def run(self, call: Callable[..., _T], *args: object) -> _T:
         """One call on the fs threads."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
@@ -232,12 +236,8 @@ class Lookups:
         status_blocking: Callable[[ChunkLocations, int], Verdict],
     ) -> set[ChunkStatus]:
         """Asks the file system and fills in what it says; which statuses that were."""
-
-        def late(index: int, late: Late) -> Verdict:
-            return self._store.late(where, index, late.error, late.hangs)
-
         found = await in_batches(
-            self._threads, lambda index: status_blocking(where, index), asked, late=late
+            self._threads, partial(status_blocking, where), asked, late=partial(self.late, where)
         )
 
         def fill_in() -> set[ChunkStatus]:

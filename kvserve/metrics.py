@@ -6,18 +6,13 @@ Names and meanings are in docs/operations.md; a test compares.
 import threading
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator, Sequence
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    disable_created_metrics,
-    start_http_server,
-)
+from prometheus_client import CollectorRegistry, Counter, disable_created_metrics
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvserve.errors import InvalidRequest, KvserveError
+from kvserve.metrics_port import MetricsPort
 from kvserve.model import ChunkStatus, Verdict
 from kvserve.open_tree import OpenTree
 from kvserve.policy.quota import Amount
@@ -46,7 +41,7 @@ class Metrics:
             registry=self.registry,
         )
         self.registry.register(_TreeGauges(tree))
-        self._server: WSGIServer | None = None
+        self._port: MetricsPort | None = None
 
     def answered(self, call: str, verdicts: Sequence[Verdict]) -> None:
         """A call has told its client how its chunks ended."""
@@ -62,7 +57,7 @@ class Metrics:
         self._eviction_failures.inc(failed)
 
     def listen_blocking(self, listen: str) -> str:
-        """Serves the registry on a thread of its own; returns the bound HOST:PORT.
+        """Serves the registry on threads of its own; returns the bound HOST:PORT.
 
         Raises:
             InvalidRequest: the address cannot be bound.
@@ -71,18 +66,17 @@ class Metrics:
         # When each counter was made: as many series again, which nobody asks for.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         try:
-            self._server, _ = start_http_server(int(port), host.strip("[]"), registry=self.registry)
+            self._port = MetricsPort(host.strip("[]"), int(port), self.registry)
         except OSError as error:
             raise InvalidRequest(
                 f"cannot serve metrics on {listen} (server.metrics_listen): {error}"
             ) from error
-        return f"{host}:{self._server.server_port}"
+        return f"{host}:{self._port.server_port}"
 
     def close_blocking(self) -> None:
-        server, self._server = self._server, None
-        if server is not None:
-            server.shutdown()
-            server.server_close()
+        port, self._port = self._port, None
+        if port is not None:
+            port.close_blocking()
 
 
 _ANSWER_WAIT_S = 1.0

@@ -20,10 +20,8 @@ from typing import Final
 import msgpack
 
 from kvserve.errors import InvalidRequest
+from kvserve.names import check_hashes, check_name, check_tenant
 
-HASH_SIZE_BYTES_MIN: Final = 16
-HASH_SIZE_BYTES_MAX: Final = 64
-NAME_SIZE_BYTES_MAX: Final = 512
 LAYERS_MAX: Final = 4096
 CHUNK_TOKENS_MAX: Final = 65_536
 SLICE_SIZE_BYTES_MAX: Final = 1 << 30
@@ -232,20 +230,6 @@ class Layout:
         return (elements * DTYPE_BITS[self.dtype] + 7) // 8
 
 
-def _check_name(name: str, value: str, *, may_be_empty: bool) -> None:
-    if not value:
-        if may_be_empty:
-            return
-        raise InvalidRequest(f"{name} must not be empty")
-    size = len(value.encode("utf-8", "surrogatepass"))
-    if size > NAME_SIZE_BYTES_MAX:
-        raise InvalidRequest(f"{name} is {size} bytes long; at most {NAME_SIZE_BYTES_MAX}")
-    if not value.isprintable():
-        raise InvalidRequest(f"{name} {value[:64]!r} has a NUL, control or other unprintable sign")
-    if ".." in value.split("/") or value.startswith("/") or value.endswith("/"):
-        raise InvalidRequest(f"{name} {value[:64]!r} must not hold '..' nor start or end with '/'")
-
-
 @dataclass(frozen=True)
 class ModelIdentity:
     """Everything that changes the bytes or their meaning. Other identity: a miss, never a mix-up.
@@ -261,10 +245,10 @@ class ModelIdentity:
     salt: str = ""
 
     def __post_init__(self) -> None:
-        _check_name("identity.model", self.model, may_be_empty=False)
-        _check_name("identity.revision", self.revision, may_be_empty=False)
-        _check_name("identity.adapter", self.adapter, may_be_empty=True)
-        _check_name("identity.salt", self.salt, may_be_empty=True)
+        check_name("identity.model", self.model, may_be_empty=False)
+        check_name("identity.revision", self.revision, may_be_empty=False)
+        check_name("identity.adapter", self.adapter, may_be_empty=True)
+        check_name("identity.salt", self.salt, may_be_empty=True)
 
     @cached_property
     def encoded(self) -> bytes:
@@ -371,48 +355,6 @@ class Descriptor:
 
     def key(self, chunk_index: int) -> ChunkKey:
         return ChunkKey(self.tenant, self.identity, self.shard, self.chunk_hashes[chunk_index])
-
-
-def check_tenant(tenant: str) -> None:
-    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", tenant):
-        raise InvalidRequest(
-            f"tenant {tenant[:80]!r} must be 1 to 64 of A-Z a-z 0-9 . _ - and not start with '.'"
-        )
-
-
-def check_lease_owner(owner: str) -> None:
-    if not 1 <= len(owner) <= 128 or not owner.isprintable():
-        raise InvalidRequest(
-            f"lease_owner {owner[:80]!r} must be 1 to 128 printable characters, as a request id"
-        )
-
-
-def check_hashes(chunk_hashes: Sequence[bytes]) -> None:
-    """One size for all, 16 to 64 bytes; no hash twice; at least one."""
-    if not chunk_hashes:
-        raise InvalidRequest(
-            "chunk_hashes is empty: a descriptor names at least one chunk; a prompt shorter than "
-            "chunk_tokens has none"
-        )
-    # `map`, `set`: without a step of Python for each of maybe 65,536 chunks.
-    if not all(issubclass(kind, bytes) for kind in set(map(type, chunk_hashes))):
-        raise InvalidRequest("chunk_hashes must be bytes; bytes.fromhex() makes them from hex text")
-    size = len(chunk_hashes[0])
-    if not HASH_SIZE_BYTES_MIN <= size <= HASH_SIZE_BYTES_MAX:
-        raise InvalidRequest(
-            f"a chunk hash of {size} bytes: must be {HASH_SIZE_BYTES_MIN} to {HASH_SIZE_BYTES_MAX} "
-            "(short hashes collide and serve wrong KV)"
-        )
-    if set(map(len, chunk_hashes)) != {size}:
-        raise InvalidRequest("chunk_hashes differ in size: one descriptor, one hash size")
-    if len(set(chunk_hashes)) != len(chunk_hashes):
-        seen: set[bytes] = set()
-        for index, chunk_hash in enumerate(chunk_hashes):
-            if chunk_hash in seen:
-                raise InvalidRequest(
-                    f"chunk_hashes[{index}] {chunk_hash.hex()} is in the descriptor twice"
-                )
-            seen.add(chunk_hash)
 
 
 def check_layers(name: str, layers: Sequence[int], layout: Layout) -> None:

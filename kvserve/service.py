@@ -13,7 +13,8 @@ from kvserve.config import LimitsConfig
 from kvserve.errors import InvalidRequest, Overloaded
 from kvserve.lookups import Lookups
 from kvserve.metrics import Metrics
-from kvserve.model import ChunkStatus, Descriptor, Verdict, check_layers, check_lease_owner
+from kvserve.model import ChunkStatus, Descriptor, Verdict, check_layers
+from kvserve.names import check_lease_owner
 from kvserve.open_tree import OpenTree
 from kvserve.storage_health import StorageHealth
 from kvserve.store.locations import ChunkLocations
@@ -116,9 +117,12 @@ class Service:
             self._metrics.answered("lookup", verdicts)
             return verdicts, leased
 
-    def release(self, tenant: str, request: str) -> int:
+    async def release(self, tenant: str, request: str) -> int:
         """How many leased chunks were given free."""
-        return self._tree.exchange.release((tenant, request))
+        owner, exchange = (tenant, request), self._tree.exchange
+        return await self.long_steps.run(
+            exchange.leases.chunks_of(owner), lambda: exchange.release(owner)
+        )
 
     async def verify(self, where: ChunkLocations) -> list[Verdict]:
         """Whether the chunks are stored and right; it costs as much as a transfer."""

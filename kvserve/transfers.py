@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
+from functools import partial
 
 from kvserve.config import LimitsConfig
 from kvserve.errors import StorageError, StorageUnavailable
@@ -123,9 +124,6 @@ class Transfers:
                 opened[index] = verdict
             return [index for index in missing if index not in failing] if failing else missing
 
-        def late(index: int, late: Late) -> Verdict:
-            return self._store.late(where, index, late.error, late.hangs)
-
         def take_back(found: OpenChunk | Verdict) -> None:
             if isinstance(found, OpenChunk):
                 cache.release(found)
@@ -135,7 +133,7 @@ class Transfers:
             self._threads,
             lambda index: self._store.open_blocking(where, index),
             missing,
-            late=late,
+            late=partial(self._lookups.late, where),
             take_back=take_back,
         )
 

@@ -212,6 +212,7 @@ class Upkeep:
         tree.usage_files.write_base(counted, own, others)
         dead = {tag for tag in tags if not tree.owner.lives_blocking(tag)}
         tree.usage_files.forget(dead, others)
+        tree.usage_files.forget_unfinished(tree.owner.lives_blocking)
         tree.exchange.forget_dead_blocking(tree.owner.lives_blocking, time.time())
 
     async def _relieve(self) -> None:

@@ -7,6 +7,7 @@ program that runs a second loop, gets a new one; nothing of the old one is touch
 import asyncio
 import os
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from weakref import WeakSet
 
@@ -118,6 +119,7 @@ class Channel:
         self._channel: grpc.aio.Channel | None = None
         self._rpcs: Rpcs | None = None
         self._is_down = False
+        self._is_parting = False
         self.handles: WeakSet[Handle] = WeakSet()
         fork_support.watch(self)
 
@@ -137,6 +139,8 @@ class Channel:
         """
         if self._security is not None:
             await self._security.load()
+        if self._channel is None or self._is_parting:
+            await fork_support.no_fork()
         owner = (os.getpid(), asyncio.get_running_loop())
         if self._channel is None or self._rpcs is None or self._owner != owner:
             fork_support.connecting()
@@ -197,6 +201,14 @@ class Channel:
     async def quiesce(self, transfers_end_s: float) -> None:
         """Waits for open handles, cancels those that take longer, closes the connection."""
         handles = [handle for handle in self.handles if handle.state is HandleState.PROC]
+        await asyncio.sleep(0)  # one that was posted just now has its connection then
+        self._is_parting = True  # those to come wait for the end of the fork
+        try:
+            await self._part(handles, transfers_end_s)
+        finally:
+            self._is_parting = False
+
+    async def _part(self, handles: Sequence[Handle], transfers_end_s: float) -> None:
         if handles and transfers_end_s:
             with suppress(TimeoutError):
                 async with asyncio.timeout(transfers_end_s):

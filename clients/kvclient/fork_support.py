@@ -8,6 +8,8 @@ connection, and gRPC's threads are waited for; then parent and child connect ane
 They end when the last call and channel has gone, so nothing that outlives a call may hold it: see
 `status.let_go`. What is left in a cycle of references, gRPC's own or others', one collection takes.
 
+What other threads ask of their clients meanwhile waits until the fork is over.
+
 That needs the forking thread to wait for the clients' loops. Where it cannot (an `AsyncClient` on
 the forking thread's own loop, or on one that is stopped; another user of gRPC in the process), the
 parent is not disturbed and the child's clients refuse with an error that says what to do: never a
@@ -17,6 +19,10 @@ Imported before grpc, to turn off its own handlers: beside an open channel they 
 """
 
 import asyncio
+
+# Imported first: it holds a lock from its own hook before a fork on, without which no loop resolves
+# a name. The hooks that were registered last run first, so ours must come after it.
+import concurrent.futures.thread  # noqa: F401
 import gc
 import os
 import time
@@ -63,12 +69,20 @@ _channels: WeakSet[Any] = WeakSet()
 # the fork, or collected, has left threads that are about to end.
 _has_connected = False
 _in_use = False
+# While a fork is under way: done when it is over.
+_fork: Future[None] | None = None
 _forked_in_use_by: int | None = None
 
 
 def watch(channel: Forkable) -> None:
     """From now on a fork waits for this channel."""
     _channels.add(channel)
+
+
+async def no_fork() -> None:
+    """Before a client makes a connection: waits for a fork that is under way in another thread."""
+    if _fork is not None:
+        await asyncio.wrap_future(_fork)
 
 
 def connecting() -> None:
@@ -89,9 +103,11 @@ def connecting() -> None:
 
 def _before_fork() -> None:
     running = asyncio._get_running_loop()
-    global _in_use, _has_connected
+    global _in_use, _has_connected, _fork
     if _forked_in_use_by is not None:
         return  # the clients' loops, which this process does not have, still say that they run
+    if _fork is None:
+        _fork = Future()
     closing: list[Future[None]] = []
     for channel in list(_channels):
         loop = channel.loop
@@ -136,8 +152,16 @@ def _grpc_is_gone(timeout_s: float) -> bool:
     return False
 
 
+def _after_in_parent() -> None:
+    global _fork
+    fork, _fork = _fork, None
+    if fork is not None:
+        fork.set_result(None)
+
+
 def _after_in_child() -> None:
-    global _forked_in_use_by
+    global _forked_in_use_by, _fork
+    _fork = None  # who waits for it is in the parent
     if _in_use or any(channel.loop is not None for channel in _channels):
         _forked_in_use_by = os.getppid()
 
@@ -150,4 +174,6 @@ def _has_grpc_threads() -> bool:
     return False
 
 
-os.register_at_fork(before=_before_fork, after_in_child=_after_in_child)
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child
+)

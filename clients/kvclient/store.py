@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import grpc
 import xxhash
 
+from kvclient.call_write import write
 from kvclient.channel import Channel, Rpcs
 from kvclient.handle import Handle, HandleState
 from kvclient.placement import Placement
@@ -134,7 +135,7 @@ class StoreHandle(Handle):
         call = rpcs.store(timeout=self._time_left_s())
         try:
             opening = pb.StoreOpen(descriptor=descriptor_to_pb(self._descriptor), planes=planes)
-            await call.write(pb.StoreRequest(open=opening).SerializeToString())
+            await write(call, pb.StoreRequest(open=opening).SerializeToString())
             while isinstance(message := await call.read(), bytes):  # else EOF
                 reply = parse(pb.StoreReply, message)
                 if reply.WhichOneof("message") == "needs":

@@ -25,10 +25,11 @@ from kvserve.care.identity_file import NamespaceIdentity, read_namespace_blockin
 from kvserve.care.order import Batch, InOrder
 from kvserve.care.saved_run import Progress, SavedRun, describe
 from kvserve.care.tally import Finding, Kind, Tally
-from kvserve.errors import InvalidRequest, StorageError
-from kvserve.fs import Entry, FileSystem
+from kvserve.errors import InvalidRequest, KvserveError, StorageError
+from kvserve.fs import REFUSED, Entry, FileSystem
 from kvserve.store.owners import Owner
 from kvserve.store.paths import IDENTITY_NAME, temp_owner
+from kvserve.store.quarantine import set_aside_no_file_blocking
 from kvserve.store.tree import (
     FAN,
     NAMESPACE,
@@ -42,6 +43,7 @@ from kvserve.store.tree import (
 SAVE_INTERVAL_S: Final = 1.0
 _FILES_A_THREAD: Final = 2
 """In work or waiting: a thread that is done finds its next file at once."""
+_WHAT: Final = {"file": "file", "directory": "directory, not entered", "other": "no plain file"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ class Fsck:
             try:
                 for entry in directory.entries():
                     self._take(pool, batch, directory, entry)
-            except StorageError as error:
+            except REFUSED as error:
                 if directory.level == ROOT:
                     raise
                 place = "/".join(directory.parts)
@@ -160,24 +162,28 @@ class Fsck:
         self, pool: ThreadPoolExecutor, batch: Batch, directory: Directory, entry: Entry
     ) -> None:
         """One entry, in this order: 1. a directory of ours, or a dot one in the root: the walk's
-        business; 2. a chunk or identity file: checked by a thread; 3. a temporary file; 4. unknown.
+        business; 2. a chunk or identity file: checked by a thread; 3. what is none and has the
+        name of one; 4. a temporary file; 5. unknown.
         """
         parts = (*directory.parts, entry.name)
         place = "/".join(parts)
+        is_identity = directory.level == NAMESPACE and entry.name == IDENTITY_NAME
+        has_name_of_ours = is_identity or (directory.level == FAN and is_chunk_name(entry.name))
+        if has_name_of_ours and entry.kind == "file":
+            self._submit(pool, batch, place)
+            return
+        if has_name_of_ours:
+            self._count(batch, self._judge_no_file_blocking(place, entry))
+            return
         if entry.kind == "directory" and directory.level < FAN:
             if is_ours(parts) or (directory.level == ROOT and entry.name.startswith(".")):
                 return
         elif entry.kind == "file":
-            is_identity = directory.level == NAMESPACE and entry.name == IDENTITY_NAME
-            if is_identity or (directory.level == FAN and is_chunk_name(entry.name)):
-                self._submit(pool, batch, place)
-                return
             tag = temp_owner(entry.name)
             if tag is not None:
                 self._count(batch, self._judge_temp_blocking(place, tag))
                 return
-        what = {"file": "file", "directory": "directory, not entered", "other": "no plain file"}
-        self._count(batch, Finding(place, Kind.UNKNOWN, f"not kvserve's: {what[entry.kind]}"))
+        self._count(batch, Finding(place, Kind.UNKNOWN, f"not kvserve's: {_WHAT[entry.kind]}"))
 
     def _submit(self, pool: ThreadPoolExecutor, batch: Batch, place: str) -> None:
         while len(self._work) >= _FILES_A_THREAD * self._options.threads:
@@ -226,6 +232,17 @@ class Fsck:
             return Finding(place, Kind.ORPHAN, reason, is_repaired=self._options.repairs)
         except StorageError as error:
             return Finding(place, Kind.UNREADABLE, str(error))
+
+    def _judge_no_file_blocking(self, place: str, entry: Entry) -> Finding:
+        reason = f"{_WHAT[entry.kind]}, in the place of a file of kvserve's"
+        is_repaired = False
+        if self._options.repairs:
+            try:
+                path = f"{self._root}/{place}"
+                is_repaired = set_aside_no_file_blocking(self._fs, self._root, path)
+            except KvserveError as error:
+                reason = f"{reason}; it could not be set aside: {error}"
+        return Finding(place, Kind.MISPLACED, reason, is_repaired=is_repaired)
 
     def _namespace_of_blocking(self, place: str) -> NamespaceIdentity:
         path = "/".join((self._root, *place.split("/")[:NAMESPACE]))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvserve.care.identity_file import NamespaceIdentity, read_namespace_blocking
 from kvserve.errors import StorageError
-from kvserve.fs import FileSystem
+from kvserve.fs import REFUSED, FileSystem
 from kvserve.store.tree import FAN, NAMESPACE, TENANT, Parts, is_chunk_name, walk_blocking
 
 
@@ -63,7 +63,7 @@ def chunks_blocking(fs: FileSystem, root: str, wanted: Wanted) -> Iterator[Liste
                     found = _listed(fs, root, f"{place}/{entry.name}", namespace)
                     if found is not None:
                         yield found
-        except StorageError as error:
+        except REFUSED as error:
             yield Unlisted(place, str(error))
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from kvserve.care.identity_file import NamespaceIdentity, read_namespace_blocking
 from kvserve.errors import StorageError
-from kvserve.fs import FileSystem
+from kvserve.fs import REFUSED, FileSystem
 from kvserve.store.paths import IDENTITY_NAME, QUARANTINE_DIR, temp_owner
 from kvserve.store.tree import (
     FAN,
@@ -84,7 +84,7 @@ def usage_blocking(fs: FileSystem, root: str) -> Iterator[Usage]:
             usage.namespaces[-1].shards.append(directory.parts[-1])
         try:
             _measure(fs, directory, usage)
-        except StorageError:
+        except REFUSED:
             if directory.level == ROOT:
                 raise
             usage.unreadable += 1
@@ -110,7 +110,7 @@ def _measure_quarantine(fs: FileSystem, directory: str, usage: Usage) -> None:
         for entry in fs.scan(directory):
             if entry.kind == "file":
                 _add(fs, f"{directory}/{entry.name}", usage.quarantine, usage)
-    except StorageError:
+    except REFUSED:
         usage.unreadable += 1
 
 

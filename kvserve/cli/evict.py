@@ -14,7 +14,7 @@ from kvserve.care.evict import EvictOptions, evict_blocking
 from kvserve.config import StoreConfig
 from kvserve.errors import InvalidRequest
 from kvserve.fs import PosixFileSystem
-from kvserve.model import check_tenant
+from kvserve.names import check_tenant
 from kvserve.store.evict import EvictionResult
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}

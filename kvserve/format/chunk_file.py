@@ -28,9 +28,8 @@ from kvserve.model import (
     Layout,
     Shard,
     Verdict,
-    check_hashes,
-    check_tenant,
 )
+from kvserve.names import check_hashes, check_tenant
 
 MAGIC: Final = b"\x89KVC\r\n\x1a\n"
 VERSION: Final = 1

@@ -13,7 +13,13 @@ Contract for every implementation (and for every test double):
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
+
+from kvserve.errors import Overloaded, StorageError
+
+REFUSED: Final = (StorageError, Overloaded)
+"""What the verbs raise; for who goes on with the next directory. `StorageError` alone is not all:
+to list a directory takes a descriptor."""
 
 
 @dataclass(frozen=True, slots=True)

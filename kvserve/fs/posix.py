@@ -18,6 +18,14 @@ _PARTS_MAX = 1024
 # More than a chunk has parents.
 _MKDIR_TRIES = 64
 
+# A link that leads to itself is no file either.
+_NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
+
+# What people can do about it, where that is not obvious.
+_ADVICE = {
+    errno.EISDIR: "a directory in the place of a file: move it away, or run kvserve fsck --repair",
+}
+
 # f_type of statfs(2); linux/magic.h, and Lustre's own.
 _KINDS = {
     0x0BD00BD0: "lustre",
@@ -43,7 +51,8 @@ def _translated(verb: str, path: str | int) -> Iterator[None]:
         yield
     except OSError as error:
         name = errno.errorcode.get(error.errno or 0, str(error.errno))
-        message = f"{verb} {path}: {name} ({error.strerror})"
+        advice = _ADVICE.get(error.errno or 0, error.strerror)
+        message = f"{verb} {path}: {name} ({advice})"
         if error.errno == errno.EDQUOT:
             raise QuotaExceeded(message) from error
         if error.errno == errno.ENOSPC:
@@ -51,6 +60,19 @@ def _translated(verb: str, path: str | int) -> Iterator[None]:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise Overloaded(f"out of file descriptors: {message}", retry_after_s=1.0) from error
         raise StorageUnavailable(message) from error
+
+
+class _IfThere:
+    """The rest of the block is left out if there is no such file."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        return isinstance(error, OSError) and error.errno in _NO_FILE
+
+
+_IF_THERE = _IfThere()
 
 
 class PosixFileSystem:
@@ -65,10 +87,11 @@ class PosixFileSystem:
 
     def open_read(self, path: str) -> int | None:
         with _translated("open", path):
-            try:
+            fd = None
+            with _IF_THERE:
                 fd = _open_fresh(path)
-            except (FileNotFoundError, NotADirectoryError):
-                return None
+        if fd is None:
+            return None
         if self._is_in_memory is None:
             # Here and not in `read_cached`: on a hung mount statfs waits, and the loop with it.
             self._is_in_memory = self._shows_memory(fd)
@@ -137,50 +160,44 @@ class PosixFileSystem:
                 os.close(fd)
 
     def stat(self, path: str) -> FileStat | None:
-        with _translated("stat", path):
-            try:
-                return _file_stat(os.stat(path))
-            except (FileNotFoundError, NotADirectoryError):
-                return None
+        with _translated("stat", path), _IF_THERE:
+            return _file_stat(os.stat(path))
+        return None
 
     def stat_open(self, fd: int) -> FileStat:
         with _translated("stat", fd):
             return _file_stat(os.fstat(fd))
 
     def touch(self, path: str, at: float) -> bool:
-        with _translated("touch", path):
-            try:
-                os.utime(path, (at, at))
-            except (FileNotFoundError, NotADirectoryError):
-                return False
+        with _translated("touch", path), _IF_THERE:
+            os.utime(path, (at, at))
             return True
+        return False
 
     def mark(self, path: str, *, is_marked: bool) -> bool:
-        with _translated("chmod", path):
-            try:
-                os.chmod(path, _MODE | stat.S_IXUSR if is_marked else _MODE)
-            except (FileNotFoundError, NotADirectoryError):
-                return False
+        with _translated("chmod", path), _IF_THERE:
+            os.chmod(path, _MODE | stat.S_IXUSR if is_marked else _MODE)
             return True
+        return False
 
     def is_same(self, fd: int, path: str) -> bool:
-        with _translated("stat", path):
-            try:
-                return os.path.samestat(os.fstat(fd), os.stat(path))
-            except (FileNotFoundError, NotADirectoryError):
-                return False
+        with _translated("stat", path), _IF_THERE:
+            return os.path.samestat(os.fstat(fd), os.stat(path))
+        return False
 
     def rename(self, source: str, target: str) -> None:
         with _translated("rename", source):
-            os.rename(source, target)
+            try:
+                os.rename(source, target)
+            except IsADirectoryError:
+                with _translated("rename to", target):
+                    raise
 
     def unlink(self, path: str) -> bool:
-        with _translated("unlink", path):
-            try:
-                os.unlink(path)
-            except (FileNotFoundError, NotADirectoryError):
-                return False
+        with _translated("unlink", path), _IF_THERE:
+            os.unlink(path)
             return True
+        return False
 
     def make_dirs(self, path: str) -> list[str]:
         made: list[str] = []

@@ -13,7 +13,8 @@ import xxhash
 
 from kvserve.errors import Overloaded
 from kvserve.format.messages import descriptor_from_pb
-from kvserve.model import HASH_SIZE_BYTES_MIN, Descriptor
+from kvserve.model import Descriptor
+from kvserve.names import HASH_SIZE_BYTES_MIN
 from kvserve.service import Service
 from kvserve.store.locations import ChunkLocations
 from kvserve.transfer.long_steps import CHUNKS_IN_PLACE_MAX

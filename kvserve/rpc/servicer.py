@@ -18,7 +18,8 @@ from kvserve.format.messages import (
     verdicts_to_pb,
 )
 from kvserve.format.request_size import parse_bounded
-from kvserve.model import check_lease_owner, check_tenant, leading_hits
+from kvserve.model import leading_hits
+from kvserve.names import check_lease_owner, check_tenant
 from kvserve.rpc.requests import DescriptorReader
 from kvserve.rpc.status import with_status
 from kvserve.service import Service
@@ -119,7 +120,7 @@ class Servicer:
         request = parse_bounded(pb.ReleaseRequest, raw)
         check_tenant(request.tenant)
         check_lease_owner(request.lease_owner)
-        released = self._service.release(request.tenant, request.lease_owner)
+        released = await self._service.release(request.tenant, request.lease_owner)
         return pb.ReleaseReply(released_chunks=released).SerializeToString()
 
     async def pin(self, raw: bytes, context: _Context) -> bytes:

@@ -8,7 +8,6 @@ miss and the next put heals it.
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from kvserve.store.departures import Departures
 from kvserve.store.failing import FailingChunks
 from kvserve.store.known import KnownChunks, known_key
 from kvserve.store.ledger import Ledger
+from kvserve.store.left_writers import LeftWriters
 from kvserve.store.locations import ChunkLocations
 from kvserve.store.namespaces import Namespaces
 from kvserve.store.open_chunks import OpenChunk, OpenChunks
@@ -81,7 +81,7 @@ class ChunkStore:
         self._quarantine = quarantine
         self._clock = clock
         self.open_chunks = open_chunks
-        self._to_abandon: deque[ChunkWriter] = deque()
+        self._left = LeftWriters()
 
     def __repr__(self) -> str:
         return f"<ChunkStore {self.root} {self.open_chunks!r}>"
@@ -285,7 +285,8 @@ class ChunkStore:
         self._discard_known(path)
 
     def _unreadable(self, path: str, error: KvserveError) -> Verdict:
-        verdict = Verdict(ChunkStatus.MISS_ERROR, str(error))
+        text = str(error)  # of a read: it has the descriptor's number
+        verdict = Verdict(ChunkStatus.MISS_ERROR, text if path in text else f"{path}: {text}")
         # Not where the process is short of descriptors: that says nothing about the chunk.
         if isinstance(error, StorageUnavailable):
             self._failing.add(path, verdict)
@@ -361,13 +362,11 @@ class ChunkStore:
 
     def abandon_later(self, writer: ChunkWriter) -> None:
         """There was no thread for that; `remove_left_blocking` does it. Does no I/O."""
-        self._to_abandon.append(writer)
+        self._left.add(writer)
 
     def remove_left_blocking(self) -> None:
         """Another try for temporary files that could not be removed."""
-        while self._to_abandon:
-            with contextlib.suppress(StorageError):  # then it is one of those below
-                self._to_abandon.popleft().abandon_blocking()
+        self._left.remove_blocking()
         remove_left_blocking(self.fs, self._names)
 
     def ensure_namespace_blocking(self, key: ChunkKey) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from kvserve.errors import StorageError
-from kvserve.fs import FileSystem
+from kvserve.fs import REFUSED, FileSystem
 from kvserve.policy.eviction import SAMPLE_MIN, TAKEN_OF_SAMPLE, Candidate, choose
 from kvserve.policy.quota import Amount, Pressure, above_floor
 from kvserve.store.counted_size import counted_size_blocking
@@ -98,7 +98,7 @@ class Evictor:
             if directory is not None:
                 try:
                     seen = self._candidates(directory)
-                except StorageError as error:
+                except REFUSED as error:
                     # One bad directory must not keep the rest of the tree from being evicted.
                     result.failed += 1
                     unreadable += 1
@@ -130,7 +130,7 @@ class Evictor:
         """Evicts the chunks of one directory that nobody has used for so long."""
         try:
             expired = self.expired_blocking(directory, unused_s)
-        except StorageError as error:
+        except REFUSED as error:
             result.failed += 1
             log.warning("cannot evict from %s: %s", directory, error)
             return
@@ -232,13 +232,13 @@ class Evictor:
             wants=lambda parts: parts[0] in tenants and len(parts) <= NAMESPACE,
         ):
             if directory.level == NAMESPACE:
-                with suppress(StorageError):  # what cannot be listed cannot be evicted from
+                with suppress(*REFUSED):  # what cannot be listed cannot be evicted from
                     names = (entry.name for entry in directory.entries())
                     shards += [f"{directory.path}/{it}" for it in names if shard_of(it)]
         self._random.shuffle(shards)
         fans: list[str] = []
         for shard in shards[:_SHARDS_A_ROUND]:
-            with suppress(StorageError):
+            with suppress(*REFUSED):
                 names = (entry.name for entry in self._fs.scan(shard))
                 fans += [f"{shard}/{it}" for it in names if is_ours(("", "", "", it))]
         self._random.shuffle(fans)

@@ -27,7 +27,9 @@ class Lease:
 
 class Leases:
     """The leases that this server has granted. `clock`: wall time, since other servers read the
-    expiry (`exchange.py`). Safe from any thread; does no I/O."""
+    expiry (`exchange.py`). Safe from any thread; does no I/O.
+
+    The lock is held for one lease at a time, never for all of them: the event loop waits for it."""
 
     def __init__(self, *, chunks_max: int, clock: Callable[[], float]) -> None:
         self._chunks_max = chunks_max
@@ -53,19 +55,17 @@ class Leases:
         Raises:
             Overloaded: more chunks would be leased than the bound allows; what was held still is.
         """
-        with self._lock:
-            if self._chunks_without(owner, shard) + len(keys) > self._chunks_max:
-                self._drop_expired()
-            if self._chunks_without(owner, shard) + len(keys) > self._chunks_max:
-                raise Overloaded(
-                    f"{self._chunks} chunks are leased (capacity.leased_chunks_max); release some "
-                    "or retry when some have expired",
-                    retry_after_s=1.0,
-                )
-            now = self.clock()
-            lease = Lease(keys, now + ttl_s, now)
-            self._put(owner, shard, lease)
-            return lease.expires_at
+        expires_at = self._grant(owner, shard, keys, ttl_s)
+        if expires_at is None:
+            self.drop_expired()
+            expires_at = self._grant(owner, shard, keys, ttl_s)
+        if expires_at is None:
+            raise Overloaded(
+                f"{self._chunks} chunks are leased (capacity.leased_chunks_max); release some "
+                "or retry when some have expired",
+                retry_after_s=1.0,
+            )
+        return expires_at
 
     def narrow(self, owner: LeaseOwner, shard: str, keys: Sequence[int]) -> None:
         """The owner keeps only these of what it holds of this shard, until the same time; nothing
@@ -89,16 +89,31 @@ class Leases:
         with self._lock:
             return list(self._by_owner)
 
+    def chunks_of(self, owner: LeaseOwner) -> int:
+        """How many chunks the owner holds."""
+        with self._lock:
+            return sum(len(lease.keys) for lease in self._by_owner.get(owner, {}).values())
+
     def release(self, owner: LeaseOwner, *, granted_before: float = inf) -> int:
         """How many chunks were given free; 0 if the owner has no lease (any more)."""
         with self._lock:
-            leases = self._by_owner.get(owner, {})
-            shards = [it for it, lease in leases.items() if lease.granted_at <= granted_before]
-            return sum(self._drop(owner, shard) for shard in shards)
+            shards = list(self._by_owner.get(owner, {}))
+        return sum(
+            self._drop_if(owner, shard, lambda lease: lease.granted_at <= granted_before)
+            for shard in shards
+        )
 
     def drop_expired(self) -> None:
+        now = self.clock()
         with self._lock:
-            self._drop_expired()
+            expired = [
+                (owner, shard)
+                for owner, leases in self._by_owner.items()
+                for shard, lease in leases.items()
+                if lease.expires_at <= now
+            ]
+        for owner, shard in expired:
+            self._drop_if(owner, shard, lambda lease: lease.expires_at <= now)
 
     def holds(self, key: int) -> bool:
         """Whether a lease that was not dropped holds the chunk."""
@@ -108,23 +123,26 @@ class Leases:
     def records(self) -> list[tuple[int, float]]:
         """Every leased chunk with the time that its lease expires."""
         with self._lock:
-            return [
-                (key, lease.expires_at)
-                for leases in self._by_owner.values()
-                for lease in leases.values()
-                for key in lease.keys
-            ]
+            found = [lease for leases in self._by_owner.values() for lease in leases.values()]
+        return [(key, lease.expires_at) for lease in found for key in lease.keys]
 
-    def _drop_expired(self) -> None:
-        now = self.clock()
-        expired = [
-            (owner, shard)
-            for owner, leases in self._by_owner.items()
-            for shard, lease in leases.items()
-            if lease.expires_at <= now
-        ]
-        for owner, shard in expired:
-            self._drop(owner, shard)
+    def _grant(
+        self, owner: LeaseOwner, shard: str, keys: Sequence[int], ttl_s: float
+    ) -> float | None:
+        """When it expires; None without room."""
+        with self._lock:
+            if self._chunks_without(owner, shard) + len(keys) > self._chunks_max:
+                return None
+            now = self.clock()
+            lease = Lease(keys, now + ttl_s, now)
+            self._put(owner, shard, lease)
+            return lease.expires_at
+
+    def _drop_if(self, owner: LeaseOwner, shard: str, is_due: Callable[[Lease], bool]) -> int:
+        """Drops one lease, if it is still due: it may have been granted anew meanwhile."""
+        with self._lock:
+            held = self._by_owner.get(owner, {}).get(shard)
+            return self._drop(owner, shard) if held is not None and is_due(held) else 0
 
     def _chunks_without(self, owner: LeaseOwner, shard: str) -> int:
         held = self._by_owner.get(owner, {}).get(shard)

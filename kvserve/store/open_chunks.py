@@ -119,9 +119,7 @@ class OpenChunks:
             return _ABSENT
         keeps_fd = False
         try:
-            header = bytearray(geometry.header_size_bytes)
-            got = self._fs.read_into(fd, memoryview(header), 0)
-            found = geometry.decode_header(chunk_hash, bytes(header[:got]))
+            found = self._checksums_blocking(fd, geometry, chunk_hash)
             if isinstance(found, Verdict):
                 reject_blocking(path, fd)
                 return found
@@ -141,6 +139,14 @@ class OpenChunks:
                     chunk.is_forgotten = True
         return chunk
 
+    def _checksums_blocking(
+        self, fd: int, geometry: ChunkGeometry, chunk_hash: bytes
+    ) -> "array[int] | Verdict":
+        """What the header of an open file says, or what is wrong with it."""
+        header = bytearray(geometry.header_size_bytes)
+        got = self._fs.read_into(fd, memoryview(header), 0)
+        return geometry.decode_header(chunk_hash, bytes(header[:got]))
+
     def reopen_blocking(self, chunk: OpenChunk, broken_fd: int) -> bool:
         """Gives a chunk in use another descriptor in the place of one that cannot be read any more.
 
@@ -158,9 +164,7 @@ class OpenChunks:
             return False
         is_used = False
         try:
-            header = bytearray(chunk.geometry.header_size_bytes)
-            got = self._fs.read_into(fd, memoryview(header), 0)
-            found = chunk.geometry.decode_header(chunk.chunk_hash, bytes(header[:got]))
+            found = self._checksums_blocking(fd, chunk.geometry, chunk.chunk_hash)
             if found == chunk.checksums and self.take_blocking():
                 with self._lock:
                     is_used = chunk.broken_fd is None

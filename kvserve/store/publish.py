@@ -97,6 +97,11 @@ class ChunkWriter:
         """There is a temporary file to be committed or abandoned, and no call hangs on it."""
         return self._file.is_open and not (self._is_given_up and self._inside)
 
+    @property
+    def holds_descriptor(self) -> bool:
+        """Its file is open, and counted as such."""
+        return self._file.holds_descriptor
+
     @contextmanager
     def _entered(self) -> Iterator[None]:
         with self._lock:

@@ -8,7 +8,7 @@ import threading
 from contextlib import suppress
 
 from kvserve.errors import StorageError
-from kvserve.fs import FileSystem
+from kvserve.fs import REFUSED, FileSystem
 from kvserve.store.paths import QUARANTINE_DIR
 
 log = logging.getLogger(__name__)
@@ -39,14 +39,15 @@ class Quarantine:
             return False
         self.taken += 1
         log.warning("damaged, now in %s: %s", self._directory, path)
-        with suppress(StorageError):  # the next one tries again
+        with suppress(*REFUSED):  # the next one tries again
             self._trim_blocking()
         return True
 
     def _trim_blocking(self) -> None:
         with self._trimming:
             files = []
-            for name in self._fs.list_dir(self._directory):
+            # Files only: a directory that fsck has put there is for people to remove.
+            for name in [it.name for it in self._fs.scan(self._directory) if it.kind == "file"]:
                 found = self._fs.stat(f"{self._directory}/{name}")
                 if found is not None:
                     files.append((found.modified_at, name, found.size_bytes))
@@ -69,11 +70,36 @@ def set_aside_blocking(fs: FileSystem, root: str, path: str, fd: int) -> bool:
     """
     if not fs.is_same(fd, path):
         return False
-    aside = f"{root}/{QUARANTINE_DIR}/{path[len(root) + 1 :].replace('/', '@')}"
     fs.make_dirs(f"{root}/{QUARANTINE_DIR}")
+    aside = f"{root}/{QUARANTINE_DIR}/{_name_aside(root, path)}"
     fs.rename(path, aside)
     if fs.is_same(fd, aside):
         return True
     # A good file took the name between the check and the move: put it back.
     fs.rename(aside, path)
     return False
+
+
+def set_aside_no_file_blocking(fs: FileSystem, root: str, path: str) -> bool:
+    """Moves what lies in the place of a file and is none, a directory or a link that leads nowhere,
+    with all that is in it, and replaces nothing; True if that was done.
+
+    Raises:
+        StorageError: the file system refused; it is still where it was.
+    """
+    directory = f"{root}/{QUARANTINE_DIR}"
+    fs.make_dirs(directory)
+    taken = set(fs.list_dir(directory))
+    name = _name_aside(root, path)
+    names = [name, *(f"{name}.{number}" for number in range(1, len(taken) + 1))]
+    name = next(it for it in names if it not in taken)
+    fs.rename(path, f"{directory}/{name}")
+    if not any(it.name == name and it.kind == "file" for it in fs.scan(directory)):
+        return True
+    # A good file took the name meanwhile: put it back.
+    fs.rename(f"{directory}/{name}", path)
+    return False
+
+
+def _name_aside(root: str, path: str) -> str:
+    return path[len(root) + 1 :].replace("/", "@")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvserve.errors import StorageError
-from kvserve.fs import FileSystem
+from kvserve.fs import REFUSED, FileSystem
 from kvserve.store.owners import Owner
 from kvserve.store.paths import temp_owner
 from kvserve.store.tree import FAN, walk_blocking
@@ -57,7 +57,7 @@ def sweep_blocking(
                 tag = temp_owner(entry.name)
                 if tag is not None:
                     _remove_if_dead(f"{directory.path}/{entry.name}", tag, owner, result, fs=fs)
-        except StorageError:
+        except REFUSED:
             result.failed += 1
             result.unlisted += 1
         yield result

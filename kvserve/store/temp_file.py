@@ -7,8 +7,8 @@ what it had taken before, so whoever publishes a file that `has_moved` reads it 
 """
 
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from kvserve.errors import KvserveError, QuotaExceeded, StorageError, StorageFull
@@ -102,6 +102,10 @@ class TempFile:
         """There is a file: to be published or abandoned."""
         return self._temp is not None
 
+    @property
+    def holds_descriptor(self) -> bool:
+        return self._fd is not None
+
     def write_blocking(self, data: bytes | memoryview, offset: int) -> None:
         """The first write creates the file, its directory too if need be."""
         while True:
@@ -128,12 +132,8 @@ class TempFile:
 
     def read_blocking(self, into: memoryview, offset: int) -> int:
         """Reads back; like `FileSystem.read_into`."""
-        fd = self._fd if self._fd is not None else self._reopen()
-        try:
+        with self._descriptor(self._temp, self._fd) as fd:
             return self._fs.read_into(fd, into, offset)
-        finally:
-            if self._fd is None:
-                self._fs.close(fd)
 
     def publish_blocking(self, check: Callable[[], None] = _nothing) -> bool:
         """Closes the file, synced if it has to survive power loss, and gives it its name.
@@ -143,7 +143,8 @@ class TempFile:
         """
         fd = self._give_up_fd()
         if fd is None:
-            fd = self._reopen()
+            assert self._temp is not None
+            fd = self._fs.open_write(self._temp)
         try:
             if self._survives_power_loss:
                 self._fs.sync(fd)
@@ -237,14 +238,8 @@ class TempFile:
         self._retries -= 1
 
     def _write(self, temp: str, fd: int | None, data: bytes | memoryview, offset: int) -> None:
-        if fd is not None:
-            self._fs.write_all(fd, data, offset)
-            return
-        fd = self._fs.open_write(temp)
-        try:
-            self._fs.write_all(fd, data, offset)
-        finally:
-            self._fs.close(fd)
+        with self._descriptor(temp, fd) as used:
+            self._fs.write_all(used, data, offset)
 
     def _move(self, full: StorageFull) -> None:
         """Moves to a file with room. Nobody writes meanwhile."""
@@ -281,25 +276,32 @@ class TempFile:
             remove_temp_blocking(self._fs, self._names, left)
 
     def _copy(self, target: int) -> None:
-        fd = self._fd if self._fd is not None else self._reopen()
-        try:
+        with self._descriptor(self._temp, self._fd, close=self._close_quietly) as fd:
             piece = memoryview(bytearray(_PIECE_SIZE_BYTES))
             offset = 0
             while got := self._fs.read_into(fd, piece, offset):
                 self._fs.write_all(target, piece[:got], offset)
                 offset += got
+
+    @contextmanager
+    def _descriptor(
+        self, temp: str | None, fd: int | None, *, close: Callable[[int], None] | None = None
+    ) -> Iterator[int]:
+        """`fd`, or if there was no room for one the file open for this time, then closed."""
+        if fd is not None:
+            yield fd
+            return
+        assert temp is not None
+        fd = self._fs.open_write(temp)
+        try:
+            yield fd
         finally:
-            if self._fd is None:
-                self._close_quietly(fd)
+            (close or self._fs.close)(fd)
 
     def _close_quietly(self, fd: int) -> None:
         # Of a file that is left: what was lost with it is found when the new one is read back.
         with suppress(StorageError):
             self._fs.close(fd)
-
-    def _reopen(self) -> int:
-        assert self._temp is not None
-        return self._fs.open_write(self._temp)
 
 
 def remove_temp_blocking(fs: FileSystem, names: TempNames, temp: str) -> None:

@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from kvserve.errors import InvalidRequest, StorageError
-from kvserve.fs import Entry, FileSystem
-from kvserve.model import HASH_SIZE_BYTES_MAX, HASH_SIZE_BYTES_MIN, Shard, check_tenant
+from kvserve.errors import InvalidRequest, KvserveError
+from kvserve.fs import REFUSED, Entry, FileSystem
+from kvserve.model import Shard
+from kvserve.names import HASH_SIZE_BYTES_MAX, HASH_SIZE_BYTES_MIN, is_tenant
 
 ROOT: Final = 0
 TENANT: Final = 1
@@ -46,7 +47,7 @@ class Directory:
     root: str
     parts: Parts
     _listed: tuple[Entry, ...] = ()
-    _fault: StorageError | None = None
+    _fault: KvserveError | None = None
 
     @property
     def level(self) -> int:
@@ -60,7 +61,7 @@ class Directory:
         """What is in it; the directories that the walk enters too.
 
         Raises:
-            StorageError: it cannot be listed, or not to its end.
+            StorageError, Overloaded: it cannot be listed, or not to its end.
         """
         if self.level == FAN:
             yield from self.fs.scan(self.path)
@@ -98,10 +99,10 @@ def _walk(
             yield Directory(fs, root, parts)
         return
     listed: list[Entry] = []
-    fault = None
+    fault: KvserveError | None = None
     try:
         listed = sorted(fs.scan("/".join((root, *parts))), key=lambda entry: entry.name)
-    except StorageError as error:
+    except REFUSED as error:
         listed, fault = [], error
     if is_due:
         yield Directory(fs, root, parts, tuple(listed), fault)
@@ -120,7 +121,7 @@ def is_ours(parts: Parts) -> bool:
     """Whether the last of `parts` is a directory name that kvserve makes at its level."""
     name, level = parts[-1], len(parts)
     if level == TENANT:
-        return _is_tenant(name)
+        return is_tenant(name)
     if level == NAMESPACE:
         return _NAMESPACE.fullmatch(name) is not None
     if level == SHARD:
@@ -144,11 +145,3 @@ def is_chunk_name(name: str) -> bool:
     size, odd = divmod(len(name), 2)
     is_hash = not odd and HASH_SIZE_BYTES_MIN <= size <= HASH_SIZE_BYTES_MAX
     return is_hash and _CHUNK.fullmatch(name) is not None
-
-
-def _is_tenant(name: str) -> bool:
-    try:
-        check_tenant(name)
-    except InvalidRequest:
-        return False
-    return True

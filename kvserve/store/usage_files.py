@@ -12,16 +12,15 @@ leaves its file; the next count makes it superfluous. Files are replaced whole, 
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvserve.errors import InvalidRequest
 from kvserve.fs import FileSystem
-from kvserve.model import check_tenant
+from kvserve.names import is_tenant
 from kvserve.policy.quota import Amount
 from kvserve.store.ledger import UsageByTenant
-from kvserve.store.paths import USAGE_DIR
+from kvserve.store.paths import USAGE_DIR, is_tag
 from kvserve.store.small_file import read_small_blocking, replace_small_blocking
 
 log = logging.getLogger(__name__)
@@ -95,6 +94,14 @@ class UsageFiles:
             if self._changes(tag) == contained[tag]:
                 self._fs.unlink(f"{self._directory}/{tag}")
 
+    def forget_unfinished(self, lives: Callable[[str], bool]) -> None:
+        """Removes what servers that are dead had not finished writing, `NAME.TAG`."""
+        for entry in self._fs.scan(self._directory):
+            name, _, tag = entry.name.rpartition(".")
+            is_unfinished = entry.kind == "file" and name.isalnum() and is_tag(tag)
+            if is_unfinished and not lives(tag):
+                self._fs.unlink(f"{self._directory}/{entry.name}")
+
     def tags(self) -> set[str]:
         return set(self._tags())
 
@@ -166,17 +173,9 @@ def _amounts(record: object) -> UsageByTenant:
         for tenant, pair in record.items()
         if isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair))
         # It becomes a label of metrics.
-        if _is_tenant(tenant)
+        if is_tenant(tenant)
     }
 
 
 def _is_count(value: object) -> bool:
     return type(value) is int and abs(value) < _COUNT_MAX
-
-
-def _is_tenant(name: str) -> bool:
-    try:
-        check_tenant(name)
-    except InvalidRequest:
-        return False
-    return True

@@ -33,8 +33,9 @@ from kvserve.transfer.store_session import SliceWrite, StoreSession
 
 log = logging.getLogger(__name__)
 
-_Frame = tuple[list[SliceWrite], int, Callable[[], None]]
-"""The writes of a frame, its layer, and whom to tell when they are done."""
+_Frame = tuple[list[SliceWrite], int, int, Callable[[], None]]
+"""The writes of a frame, its layer, the staging memory that it counts for (0: it is counted as that
+of a call that hangs), and whom to tell when they are done."""
 
 _JOBS_MAX = 2
 _FRAMES_A_JOB = 8
@@ -57,10 +58,14 @@ class _WriteJob:
     """Writes what is queued, a few frames, on an fs thread."""
 
     def __init__(
-        self, queue: "deque[_Frame]", write_blocking: Callable[[SliceWrite], None]
+        self,
+        queue: "deque[_Frame]",
+        write_blocking: Callable[[SliceWrite], None],
+        share: Share,
     ) -> None:
         self._queue = queue
         self._write_blocking = write_blocking
+        self._share = share
         self._custody = Custody()
         self._frame: _Frame | None = None
         self._at = 0
@@ -75,12 +80,14 @@ class _WriteJob:
             except IndexError:
                 return
             assert self._frame is not None
-            writes, layer_index, written = self._frame
+            writes, layer_index, staged_bytes, written = self._frame
             while True:
                 try:
                     self._write_blocking(writes[self._at])
                 finally:
                     is_wanted = self._custody.end()
+                    if not is_wanted:
+                        self._share.came_back(staged_bytes)
                 if not is_wanted:
                     return
                 if self._at == len(writes) - 1:
@@ -94,20 +101,24 @@ class _WriteJob:
         came before it; None where there is none.
 
         The thread that hangs reads the frame's memory whenever it comes back: nobody is told that
-        it may be used again.
+        it may be used again, and until then it counts as that of a call that hangs.
         """
-        hangs = self._custody.give_up()
+        hangs = self._custody.give_up(self._hold)
         if self._frame is None:
             return None, None
-        writes, layer_index, written = self._frame
+        writes, layer_index, staged_bytes, written = self._frame
         rest = writes[self._at + 1 :]
         if hangs:
-            return writes[self._at], (rest, layer_index, _keep)
-        return None, (rest, layer_index, written) if rest else None
+            return writes[self._at], (rest, layer_index, 0, _keep)
+        return None, (rest, layer_index, staged_bytes, written) if rest else None
 
     @property
     def has_begun(self) -> bool:
         return self._frame is not None
+
+    def _hold(self) -> None:
+        assert self._frame is not None
+        self._share.hangs(self._frame[2])
 
     def _take(self) -> None:
         self._frame = self._queue.popleft()
@@ -180,7 +191,7 @@ class StorePump:
             self._whole_layers.add(layer_index)
         size = staged_size_bytes(len(payload))
         self._share.take(size)
-        self._queue.append((writes, layer_index, partial(self._written, size, written)))
+        self._queue.append((writes, layer_index, size, partial(self._written, size, written)))
         if self._jobs < _JOBS_MAX:
             self._start_job()
         # With nothing unwritten a store may always take a frame; fetches wait for it then.
@@ -245,7 +256,7 @@ class StorePump:
         self._jobs += 1
         self._idle.clear()
         loop = asyncio.get_running_loop()
-        job = _WriteJob(self._queue, self._write_blocking)
+        job = _WriteJob(self._queue, self._write_blocking, self._share)
 
         def ended(layer_index: int, written: Callable[[], None]) -> None:
             loop.call_soon_threadsafe(self._frame_written, layer_index, written)
@@ -296,7 +307,8 @@ class StorePump:
             if rest[0]:
                 self._queue.appendleft(rest)
             else:
-                self._frame_written(*rest[1:])
+                _, layer_index, _, written = rest
+                self._frame_written(layer_index, written)
 
     def _write_blocking(self, write: SliceWrite) -> None:
         chances = _ROOM_MADE_MAX

@@ -100,10 +100,23 @@ def _strangers(tree: Tree) -> dict[str, tuple[str, str]]:
     folder = tree.root / "lost+found" / "deep"
     folder.mkdir(parents=True)
     (folder / "file").write_bytes(b"mine")
-    fifo = fan / ("cd" * 32)
+    found = dict.fromkeys([*strangers, folder.parent], ("unknown", "not kvserve's"))
+    return {str(it.relative_to(tree.root)): why for it, why in (found | _no_files(fan)).items()}
+
+
+def _no_files(fan: Path) -> dict[Path, tuple[str, str]]:
+    """With names of chunks."""
+    fifo, loop, folder = (fan / (name * 32) for name in ("c1", "c2", "c3"))
     os.mkfifo(fifo)
-    found = [*strangers, folder.parent, fifo]
-    return {str(path.relative_to(tree.root)): ("unknown", "not kvserve's") for path in found}
+    loop.symlink_to(loop)
+    folder.mkdir()
+    (folder / "file").write_bytes(b"mine")
+    why = "in the place of a file of kvserve's"
+    return {
+        fifo: ("misplaced", f"no plain file, {why}"),
+        loop: ("misplaced", f"no plain file, {why}"),
+        folder: ("misplaced", f"directory, not entered, {why}"),
+    }
 
 
 def _temporaries(tree: Tree) -> dict[str, tuple[str, str]]:

@@ -11,7 +11,8 @@ import pytest
 from kvserve.cli.evict import seconds
 from kvserve.errors import InvalidRequest
 from kvserve.testing.server_process import ServerProcess
-from tests.cli.test_commands import descriptor, kvserve
+from tests.cli.run_here import run_here
+from tests.cli.test_commands import descriptor
 
 __all__ = ["descriptor"]  # the fixture
 
@@ -29,41 +30,41 @@ def at(server: ServerProcess, descriptor: Path, tmp_path: Path) -> tuple[str, st
     """The example's chunk is stored."""
     payload = tmp_path / "kv.bin"
     payload.write_bytes(os.urandom(131_072))
-    kvserve("put", str(descriptor), str(payload), "--server", server.address)
+    run_here("put", str(descriptor), str(payload), "--server", server.address)
     return ("--server", server.address)
 
 
 def evict(root: Path, *more: str, code: int = 0) -> dict[str, object]:
-    ended = kvserve("evict", "--root", str(root), "--json", *more, code=code)
+    ended = run_here("evict", "--root", str(root), "--json", *more, code=code)
     report: dict[str, object] = json.loads(ended.stdout)
     return report
 
 
 def test_a_pinned_chunk_is_not_evicted(root: Path, descriptor: Path, at: tuple[str, str]) -> None:
-    assert kvserve("pin", str(descriptor), *at).stdout == "pin: 1 of 1 chunks\n"
+    assert run_here("pin", str(descriptor), *at).stdout == "pin: 1 of 1 chunks\n"
     assert evict(root, "--tenant", "default")["chunks"] == 0
-    kvserve("unpin", str(descriptor), *at)
+    run_here("unpin", str(descriptor), *at)
     assert evict(root, "--tenant", "default", "--dry-run")["chunks"] == 1
     assert evict(root, "--tenant", "default")["chunks"] == 1
     assert evict(root, "--tenant", "default")["chunks"] == 0
     # The running server knows, also why.
     deadline = time.monotonic() + 10
-    while "1 MISS_EVICTED" not in kvserve("lookup", str(descriptor), *at).stdout:
+    while "1 MISS_EVICTED" not in run_here("lookup", str(descriptor), *at).stdout:
         assert time.monotonic() < deadline
-    none = kvserve("pin", str(descriptor), *at, code=1).stdout
+    none = run_here("pin", str(descriptor), *at, code=1).stdout
     assert none == "pin: 0 of 1 chunks; the others are not stored\n"
     assert sorted(path.name for path in (root / ".servers").iterdir()) != []
 
 
 def test_a_leased_chunk_is_not_evicted(root: Path, descriptor: Path, at: tuple[str, str]) -> None:
     lease = ("--lease-owner", "request-1", "--lease-ttl-s", "60")
-    found = json.loads(kvserve("lookup", str(descriptor), *at, *lease, "--json").stdout)
+    found = json.loads(run_here("lookup", str(descriptor), *at, *lease, "--json").stdout)
     assert found["leased_chunks"] == 1
     report = evict(root, "--older-than", "0s")
     assert (report["chunks"], report["held"]) == (0, 1)
-    released = kvserve("release", "request-1", *at, "--timeout-s", "10", "--json").stdout
+    released = run_here("release", "request-1", *at, "--timeout-s", "10", "--json").stdout
     assert json.loads(released) == {"command": "release", "released_chunks": 1}
-    assert "0 chunks given free" in kvserve("release", "request-1", *at).stdout
+    assert "0 chunks given free" in run_here("release", "request-1", *at).stdout
     deadline = time.monotonic() + 10
     while evict(root, "--older-than", "0s")["chunks"] != 1:
         assert time.monotonic() < deadline, "the release was told to nobody"
@@ -79,17 +80,17 @@ def test_age_and_tenant_choose(root: Path, at: tuple[str, str], server: ServerPr
     report = evict(root, "--tenant", "default", "--older-than", "1d")
     assert (report["chunks"], report["size_bytes"]) == (1, 131_072 + 65_536)
     assert not chunk.exists()
-    again = kvserve("evict", "--root", str(root), "--tenant", "default")
+    again = run_here("evict", "--root", str(root), "--tenant", "default")
     assert again.stdout == "evicted 0 chunks, 0 bytes\n", "said once"
     assert again.stderr == "", "the moving line is for terminals"
 
 
 def test_everything_is_not_evicted_by_mistake(root: Path, tmp_path: Path) -> None:
     root.mkdir()
-    assert "--tenant or --older-than" in kvserve("evict", "--root", str(root), code=1).stderr
+    assert "--tenant or --older-than" in run_here("evict", "--root", str(root), code=1).stderr
     absent = str(tmp_path / "absent")
-    assert absent in kvserve("evict", "--root", absent, "--tenant", "a", code=1).stderr
-    assert "tenant" in kvserve("evict", "--root", str(root), "--tenant", "../x", code=1).stderr
+    assert absent in run_here("evict", "--root", absent, "--tenant", "a", code=1).stderr
+    assert "tenant" in run_here("evict", "--root", str(root), "--tenant", "../x", code=1).stderr
 
 
 @pytest.mark.parametrize(

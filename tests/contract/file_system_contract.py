@@ -88,6 +88,17 @@ class FileSystemContract(ABC):
     def test_open_read_of_a_missing_file_is_none(self, fs: FileSystem, tree: str) -> None:
         assert fs.open_read(f"{tree}/absent") is None
 
+    def test_a_link_to_itself_is_no_file(self, fs: FileSystem, tree: str) -> None:
+        loop = f"{tree}/loop"
+        os.symlink(loop, loop)
+        assert fs.open_read(loop) is None
+        assert fs.stat(loop) is None
+        assert not fs.touch(loop, 1.0)
+        assert not fs.mark(loop, is_marked=True)
+        self.put(f"{tree}/new", KV)
+        fs.rename(f"{tree}/new", loop)
+        assert self.get(loop) == KV
+
     def test_open_read_below_a_missing_directory_or_a_file_is_none(
         self, fs: FileSystem, tree: str
     ) -> None:
@@ -420,6 +431,15 @@ class FileSystemContract(ABC):
         with pytest.raises(StorageUnavailable, match=rf"rename {tree}/absent: ENOENT"):
             fs.rename(f"{tree}/absent", f"{tree}/final")
         assert self.get(f"{tree}/final") == KV
+
+    def test_rename_to_a_directory_is_refused_and_names_it(self, fs: FileSystem, tree: str) -> None:
+        self.put(f"{tree}/new", KV)
+        fs.make_dirs(f"{tree}/in the way")
+        with pytest.raises(
+            StorageUnavailable, match=rf"rename to {tree}/in the way: EISDIR \(a dir"
+        ):
+            fs.rename(f"{tree}/new", f"{tree}/in the way")
+        assert self.get(f"{tree}/new") == KV
 
     # unlink
 

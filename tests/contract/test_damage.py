@@ -149,14 +149,27 @@ class TestDamage:
         assert tree.status(0) == HIT
         assert tree.is_whole(0)
 
-    def test_a_directory_in_a_chunks_place_is_an_error_status_not_an_exception(
+    def test_a_directory_in_a_chunks_place_is_an_error_that_says_what_to_do(
         self, tree: Tree
     ) -> None:
         tree.file(0).mkdir(parents=True)
         found = tree.open(0)
         assert isinstance(found, Verdict)
         assert found.status is ChunkStatus.MISS_ERROR
-        assert "EISDIR" in found.message
+        with pytest.raises(StorageUnavailable) as refused:
+            tree.put(0)
+        for text in (found.message, str(refused.value)):
+            assert str(tree.file(0)) in text
+            assert "EISDIR (a directory in the place of a file: move it away, or run" in text
+
+    def test_a_link_that_leads_to_itself_is_no_chunk_and_the_next_put_heals_it(
+        self, tree: Tree
+    ) -> None:
+        tree.file(0).parent.mkdir(parents=True)
+        tree.file(0).symlink_to(tree.file(0))
+        assert tree.status(0) == tree.open(0) == ABSENT
+        tree.put(0)
+        assert tree.is_whole(0)
 
 
 class TestDeletion:

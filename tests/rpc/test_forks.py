@@ -207,6 +207,49 @@ print("good")
 """
 
 
+_CALLS_BESIDE = """
+import os, sys, threading
+from kvclient import Client, KvserveError
+from tests.payload import payload_for, small_descriptor
+
+address, plane = sys.argv[1:]
+descriptor = small_descriptor()
+payload = payload_for(descriptor)
+client = Client(address, plane=plane)
+with client.store(descriptor, payload) as handle:
+    for layer_index in descriptor.layer_order:
+        handle.store_layer(layer_index)
+    assert handle.finish().is_whole
+calls, errors, is_over = [0], [], threading.Event()
+
+def call_again_and_again():
+    while not is_over.is_set():
+        try:
+            assert client.fetch(descriptor, bytearray(len(payload)), timeout_s=10).wait().is_whole
+            calls[0] += 1
+        except KvserveError as error:  # one that the fork met may be cancelled
+            errors.append(error)
+
+threads = [threading.Thread(target=call_again_and_again, daemon=True) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for number in range(10):
+    before = calls[0]
+    pid = os.fork()
+    if pid == 0:
+        assert client.fetch(descriptor, bytearray(len(payload)), timeout_s=10).wait().is_whole
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7, number
+    while calls[0] == before:
+        assert all(thread.is_alive() for thread in threads)
+is_over.set()
+for thread in threads:
+    thread.join(10)
+assert len(errors) <= 4 * 10, errors
+print("good")
+"""
+
+
 def run_script(script: str, *arguments: str) -> None:
     """In a process of its own, as an engine's worker is; pytest's has servers in it."""
     ended = subprocess.run(
@@ -247,7 +290,10 @@ def test_a_fork_is_quick_and_both_sides_work_after(process: ServerProcess, plane
     run_script(_AFTER, process.address, " ".join(cases), plane, "0", "1.5")
 
 
-@pytest.mark.parametrize("case", ["store_open_at_the_fork", "two_stores_open_at_the_fork"])
+@pytest.mark.parametrize(
+    ("case", "plane"),
+    [("store_open_at_the_fork", "grpc"), ("two_stores_open_at_the_fork", "tcp")],
+)
 def test_a_store_open_at_a_fork_is_cancelled_after_5_s(
     process: ServerProcess, case: str, plane: str
 ) -> None:
@@ -256,3 +302,8 @@ def test_a_store_open_at_a_fork_is_cancelled_after_5_s(
 
 def test_a_cycle_that_holds_grpc_is_collected_before_a_fork(process: ServerProcess) -> None:
     run_script(_AFTER, process.address, "cycle", "auto", "0.4", "2")
+
+
+def test_a_fork_while_other_threads_make_calls(process: ServerProcess, plane: str) -> None:
+    """New connections wait until the fork is over; both sides work then."""
+    run_script(_CALLS_BESIDE, process.address, plane)

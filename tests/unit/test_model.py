@@ -13,7 +13,6 @@ from kvserve.model import (
     CHUNK_TOKENS_MAX,
     DTYPE_BITS,
     LAYERS_MAX,
-    NAME_SIZE_BYTES_MAX,
     SLICE_SIZE_BYTES_MAX,
     ChunkStatus,
     Descriptor,
@@ -31,6 +30,7 @@ from kvserve.model import (
     leading_hits,
     opaque,
 )
+from kvserve.names import NAME_SIZE_BYTES_MAX
 from tests.unit.samples import HYBRID, SMALL, descriptor_of, hash_of, identity_of
 
 KIB = 1024

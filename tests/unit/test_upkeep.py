@@ -80,6 +80,16 @@ async def test_a_sweep_that_hangs_holds_up_no_beat_and_is_followed_by_another(
     assert "had ended" not in caplog.text
 
 
+async def test_a_count_removes_what_a_killed_server_was_writing(
+    upkeep: Upkeep, tree: OpenTree
+) -> None:
+    left = Path(tree.store.root) / ".usage" / "base.zZ9"
+    left.parent.mkdir(exist_ok=True)
+    left.write_bytes(b"half")
+    upkeep.start()
+    await until(lambda: not left.exists())
+
+
 def test_a_line_lets_one_step_in_at_a_time() -> None:
     line, inside, go_on = _Line("testing"), threading.Event(), threading.Event()
 

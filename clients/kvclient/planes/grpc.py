@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from kvclient.call_write import write
 from kvclient.fetch_session import FetchSession, LayerEvent
 from kvclient.planes.base import FetchCall, StoreCall, Took
 from kvserve.errors import ServerFault
@@ -52,14 +53,14 @@ class GrpcStorePlane:
     async def send(self, header: FrameHeader, views: Sequence[memoryview]) -> None:
         # The one copy that grpcio asks for: a message is one bytes object.
         size = sum(map(len, views))
-        await self._call.write(b"".join([encode_prefix(header, size), *views]))
+        await write(self._call, b"".join([encode_prefix(header, size), *views]))
 
     async def settle(self) -> None:
         """gRPC has its copies."""
 
     async def finish(self) -> None:
         finish = pb.StoreRequest(finish=pb.StoreFinish())
-        await self._call.write(finish.SerializeToString())
+        await write(self._call, finish.SerializeToString())
         await self._call.done_writing()
 
     async def close(self, *, is_clean: bool) -> None:

@@ -1,5 +1,8 @@
 """Leases: bounded, replaced by shard, released once, gone when their time has come."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,6 +95,73 @@ def test_a_grant_can_be_undone() -> None:
     some.put_back(S, "d", None)
     assert not some.holds(7)
     assert some.chunks == 2
+
+
+class Watched:
+    """Instead of the lock: how many chunks came or went each time that it was held."""
+
+    def __init__(self, some: Leases) -> None:
+        self._some = some
+        self.is_held = False
+        self.changed: list[int] = []
+        some._lock = self  # type: ignore[assignment]
+
+    def __enter__(self) -> None:
+        self.is_held, self._before = True, self._some.chunks
+
+    def __exit__(self, *error: object) -> None:
+        self.is_held = False
+        self.changed.append(abs(self._some.chunks - self._before))
+
+
+def test_the_lock_is_held_for_one_lease_at_a_time() -> None:
+    """Who grants, releases or narrows a small lease waits for no more than that."""
+    clock = Clock()
+    some = leases(clock, chunks_max=100)
+    for shard in "abcde":
+        some.grant(R, shard, list(range(10)), 5.0)
+        some.grant(S, shard, list(range(10)), 5.0)
+    lock = Watched(some)
+    assert some.chunks_of(R) == 50
+    assert some.release(R) == 50
+    clock.now = 105.0
+    some.drop_expired()
+    assert some.chunks == 0
+    assert max(lock.changed) == 10
+    assert sum(lock.changed) == 100
+
+
+def test_records_are_made_while_the_lock_is_free() -> None:
+    some = leases()
+    lock = Watched(some)
+
+    class Keys(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            assert not (is_listing and lock.is_held)
+            return super().__iter__()
+
+    is_listing = False
+    some.grant(R, "d", Keys([1, 2]), 5.0)
+    is_listing = True
+    assert some.records() == [(1, 105.0), (2, 105.0)]
+
+
+def test_what_was_granted_anew_meanwhile_is_not_dropped() -> None:
+    clock = Clock()
+    some = leases(clock)
+    some.grant(R, "d", [1], 5.0)
+    some.grant(R, "e", [2], 5.0)
+    clock.now = 105.0
+    drop_if, renewed = some._drop_if, []
+
+    def renew_first(*args: Any) -> int:
+        if not renewed:
+            renewed.append(some.grant(R, "e", [2], 5.0))
+        return drop_if(*args)
+
+    some._drop_if = renew_first  # type: ignore[method-assign]
+    some.drop_expired()
+    assert some.records() == [(2, 110.0)]
 
 
 grants = st.tuples(

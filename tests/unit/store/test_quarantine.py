@@ -7,7 +7,7 @@ import pytest
 
 from kvserve.errors import StorageUnavailable
 from kvserve.fs import PosixFileSystem
-from kvserve.store.quarantine import Quarantine, set_aside_blocking
+from kvserve.store.quarantine import Quarantine, set_aside_blocking, set_aside_no_file_blocking
 
 BAD, GOOD = b"damaged", b"a good one"
 
@@ -132,3 +132,44 @@ class TestBound:
         assert quarantine.take_blocking(str(path), fd)
         assert quarantine.taken == 1
         os.close(fd)
+
+
+@pytest.mark.parametrize("kind", ["directory", "link"])
+def test_what_is_no_file_is_kept_beside_what_was_set_aside_before(
+    tmp_path: Path, damaged: Path, kind: str
+) -> None:
+    fs = PosixFileSystem()
+    assert set_aside(fs, tmp_path, damaged)
+    for _ in range(2):
+        if kind == "directory":
+            damaged.mkdir()
+            (damaged / "inside").write_bytes(BAD)
+        else:
+            damaged.symlink_to(damaged)
+        assert set_aside_no_file_blocking(fs, str(tmp_path), str(damaged))
+    kept = sorted(path.name for path in (tmp_path / ".quarantine").iterdir())
+    assert kept == ["t@file", "t@file.1", "t@file.2"]
+    if kind == "directory":
+        assert (tmp_path / ".quarantine" / "t@file.2" / "inside").read_bytes() == BAD
+
+
+def test_a_good_file_in_the_place_of_what_was_none_stays(tmp_path: Path, damaged: Path) -> None:
+    damaged.unlink()
+    damaged.symlink_to(damaged)
+    assert not set_aside_no_file_blocking(Racing(damaged, "rename"), str(tmp_path), str(damaged))
+    assert damaged.read_bytes() == GOOD
+    assert list((tmp_path / ".quarantine").iterdir()) == []
+
+
+def test_what_is_no_file_does_not_keep_the_bound_from_being_kept(tmp_path: Path) -> None:
+    quarantine = Quarantine(PosixFileSystem(), str(tmp_path), size_bytes_max=10)
+    kept = tmp_path / ".quarantine"
+    (kept / "directory").mkdir(parents=True)
+    (kept / "loop").symlink_to(kept / "loop")
+    for number in range(3):
+        path = tmp_path / f"file{number}"
+        path.write_bytes(BAD)
+        fd = os.open(path, os.O_RDONLY)
+        assert quarantine.take_blocking(str(path), fd)
+        os.close(fd)
+    assert len([path for path in kept.iterdir() if path.is_file()]) == 1

@@ -208,3 +208,19 @@ def test_a_bomb_counts_as_nothing(tmp_path: Path, depth: int) -> None:
     (tmp_path / ".usage/zZ9").mkdir()
     servers.change("aB3", "t", 100)
     assert servers.usage("aB3") == {"t": Amount(100, 1)}
+
+
+def test_what_a_killed_server_had_not_finished_goes_once_it_is_dead(tmp_path: Path) -> None:
+    servers = Servers(str(tmp_path))
+    servers.change("aB3", "t", 100)
+    servers.count("aB3")
+    directory = tmp_path / ".usage"
+    before = {path.name for path in directory.iterdir()}
+    (directory / "folder.bC4").mkdir()
+    for name in ("base.bC4", "bC4.bC4", "base.cD5", "base.old", "base.bC4.swp", ".bC4"):
+        (directory / name).write_bytes(b"half")
+    files = UsageFiles(PosixFileSystem(), str(tmp_path), "aB3")
+    files.forget_unfinished(lambda tag: tag != "bC4")
+    left = {path.name for path in directory.iterdir()} - before
+    assert left == {"folder.bC4", "base.cD5", "base.old", "base.bC4.swp", ".bC4"}
+    assert servers.usage("aB3") == servers.tree

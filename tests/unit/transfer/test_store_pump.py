@@ -12,6 +12,7 @@ import pytest
 from kvserve.errors import InvalidRequest, Overloaded, StorageFull, StorageUnavailable
 from kvserve.format.chunk_file import checksum
 from kvserve.format.frames import FrameHeader
+from kvserve.format.read_plan import staged_size_bytes
 from kvserve.fs.threads import FsThreads
 from kvserve.model import ChunkStatus, Verdict
 from kvserve.transfer.staging import Staging
@@ -307,6 +308,45 @@ class TestWritesThatHang:
             await asyncio.sleep(0.005)
         assert sum(sink.writes for sink in store.sinks.values()) >= 5
         assert store.stored_layers == [0, 1], "the thread that came back reports nothing"
+
+    async def test_its_memory_counts_until_the_write_comes_back(
+        self, fs_threads: FsThreads
+    ) -> None:
+        """Also when the store is over: the pool does not give it to others meanwhile."""
+        store = Store(fs_threads)
+        store.sinks[2].gate = threading.Event()
+        for layer_index in (0, 1):
+            await store.send(layer_index)
+        await store.pump.finish(may_publish=True)
+        await store.pump.close()
+        assert store.pump.verdicts[2].status is ChunkStatus.STORE_ERROR
+        hung_bytes = store.staging.hung_bytes
+        frames = [staged_size_bytes(len(NEEDED) * size) for size in SMALL.slice_sizes]
+        assert hung_bytes == sum(frames), "of both layers: two jobs hang"
+        assert store.share.held_bytes == 0, "it is not counted twice"
+        store.share.__exit__(None, None, None)
+        assert (store.staging.used_bytes, store.staging.hung_bytes) == (0, hung_bytes)
+        store.sinks[2].gate.set()
+        while fs_threads.hung:
+            await asyncio.sleep(0.005)
+        assert store.staging.hung_bytes == 0
+
+    async def test_memory_of_a_store_that_hangs_altogether_comes_back(
+        self, fs_threads: FsThreads
+    ) -> None:
+        store = Store(fs_threads)
+        store.gate.clear()
+        await store.send(0)
+        with pytest.raises(StorageUnavailable):
+            await store.send(1)
+        await store.pump.close()
+        store.share.__exit__(None, None, None)
+        assert store.staging.used_bytes == 0
+        assert store.staging.hung_bytes > 0
+        store.gate.set()
+        while fs_threads.hung:
+            await asyncio.sleep(0.005)
+        assert (store.staging.used_bytes, store.staging.hung_bytes) == (0, 0)
 
     async def test_a_second_chunk_ends_the_store(self, fs_threads: FsThreads) -> None:
         store = Store(fs_threads)
