@@ -336,9 +336,14 @@ class TestWritesThatHang:
     ) -> None:
         store = Store(fs_threads)
         store.gate.clear()
-        await store.send(0)
+
+        async def send_all() -> None:
+            for layer_index in (0, 1):
+                await store.send(layer_index)
+            await store.pump.finish(may_publish=True)
+
         with pytest.raises(StorageUnavailable):
-            await store.send(1)
+            await send_all()
         await store.pump.close()
         store.share.__exit__(None, None, None)
         assert store.staging.used_bytes == 0
