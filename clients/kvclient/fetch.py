@@ -13,7 +13,7 @@ from kvclient.handle import Handle
 from kvclient.placement import Placement
 from kvclient.planes.base import FetchPlane, Unreachable
 from kvclient.planes.grpc import GrpcFetchPlane, other_reply
-from kvclient.planes.loan import Loan
+from kvclient.planes.loan import Answers, Loan
 from kvclient.planes.nixl import NixlFetchPlane
 from kvclient.planes.shm import ShmFetchPlane, planes_for
 from kvclient.planes.tcp import TcpFetchPlane
@@ -163,9 +163,9 @@ class FetchHandle(Handle):
         loan = Loan(self._channel.planes.connections, planes[0], region, self._spans)
         if loan.connection is not None:
             request.kept.CopyFrom(loan.named())
-        call = rpcs.fetch(request, timeout=self._time_left_s())
+        call = Answers(rpcs.fetch(request, timeout=self._time_left_s()))
         try:
-            message = await call.read()
+            message = await loan.first_answer(call)
             if not isinstance(message, bytes):  # EOF
                 return
             reply = parse(pb.FetchReply, message)
@@ -181,7 +181,7 @@ class FetchHandle(Handle):
             await loan.end()
 
     def _plane(self, name: str, head: pb.FetchHead, kept: DataSocket | None) -> FetchPlane:
-        if not head.HasField("data"):
+        if kept is None and not head.HasField("data"):
             return GrpcFetchPlane()
         connections = self._channel.planes.connections
         if name == "tcp":

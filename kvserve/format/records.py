@@ -52,6 +52,8 @@ class RecordKind(IntEnum):
     """Its answer: the oldest frame without one is copied, its bytes are the client's again."""
     QUIET = 7
     """Nixl, a transfer that ended early: the last record; nothing is read or written any more."""
+    HEAD = 8
+    """Fetch over a connection that the request named: the payload is the first `FetchReply`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,11 @@ def encode_taken() -> bytes:
 
 def encode_quiet() -> bytes:
     return _HEAD.pack(RecordKind.QUIET, 0, 0, 0, 0, 0)
+
+
+def encode_head_reply(reply: bytes) -> bytes:
+    """What goes in front of a `FetchReply` with the head."""
+    return _HEAD.pack(RecordKind.HEAD, 0, 0, 0, len(reply), 0)
 
 
 def decode_head(raw: bytes | bytearray | memoryview) -> RecordHead:

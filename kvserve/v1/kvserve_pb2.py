@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvserve/v1/kvserve.proto\x12\nkvserve.v1\"x\n\x08LayerRun\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.kvserve.v1.LayerKind\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x10\n\x08kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\x14\n\x0copaque_bytes\x18\x05 \x01(\x04\"a\n\x06Layout\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x0c\n\x04\x61xes\x18\x02 \x01(\t\x12\x14\n\x0c\x63hunk_tokens\x18\x03 \x01(\r\x12$\n\x06layers\x18\x04 \x03(\x0b\x32\x14.kvserve.v1.LayerRun\"s\n\rModelIdentity\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\"\n\x06layout\x18\x03 \x01(\x0b\x32\x12.kvserve.v1.Layout\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\x12\x0c\n\x04salt\x18\x05 \x01(\t\"$\n\x05Shard\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"\xaf\x01\n\nDescriptor\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12+\n\x08identity\x18\x02 \x01(\x0b\x32\x19.kvserve.v1.ModelIdentity\x12 \n\x05shard\x18\x03 \x01(\x0b\x32\x11.kvserve.v1.Shard\x12\x17\n\x0fhash_size_bytes\x18\x04 \x01(\r\x12\x14\n\x0c\x63hunk_hashes\x18\x05 \x01(\x0c\x12\x13\n\x0blayer_order\x18\x06 \x03(\r\"3\n\x0b\x43hunkDetail\x12\x13\n\x0b\x63hunk_index\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x16\n\x14GetServerInfoRequest\"\xa6\x01\n\x12GetServerInfoReply\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x14\n\x0c\x63\x61pabilities\x18\x02 \x03(\t\x12\"\n\x06limits\x18\x03 \x01(\x0b\x32\x12.kvserve.v1.Limits\x12\x13\n\x0b\x66ile_system\x18\x04 \x01(\t\x12\x1a\n\x12\x63hunk_file_version\x18\x05 \x01(\r\x12\x14\n\x0c\x64\x61ta_address\x18\x06 \x01(\t\"\x8a\x01\n\x06Limits\x12\x12\n\nchunks_max\x18\x01 \x01(\r\x12\x1e\n\x16message_size_bytes_max\x18\x02 \x01(\x04\x12\x1c\n\x14\x66rame_size_bytes_max\x18\x03 \x01(\x04\x12\x15\n\rtransfers_max\x18\x04 \x01(\r\x12\x17\n\x0flease_ttl_s_max\x18\x05 \x01(\x01\"x\n\rLookupRequest\x12*\n\ndescriptor\x18\x01 \x01(\x0b\x32\x16.kvserve.v1.Descriptor\x12\x13\n\x0blease_owner\x18\x02 \x01(\t\x12\x13\n\x0blease_ttl_s\x18\x03 \x01(\x01\x12\x11\n\tall_ranks\x18\x04 \x01(\x08\"}\n\x0bLookupReply\x12\x15\n\rprefix_chunks\x18\x01 \x01(\r\x12\x16\n\x0e\x63hunk_statuses\x18\x02 \x01(\x0c\x12(\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32\x17.kvserve.v1.ChunkDetail\x12\x15\n\rleased_chunks\x18\x04 \x01(\r\"r\n\x0cPayloadFrame\x12\x13\n\x0blayer_index\x18\x01 \x01(\x07\x12\x13\n\x0b\x66irst_chunk\x18\x02 \x01(\x07\x12\x14\n\x0cslice_offset\x18\x03 \x01(\x06\x12\x11\n\tchecksums\x18\x04 \x01(\x0c\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"=\n\tDataOffer\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\x12\x0f\n\x07is_kept\x18\x03 \x01(\x08\"0\n\x0eKeptConnection\x12\x0e\n\x06secret\x18\x01 \x01(\x0c\x12\x0e\n\x06region\x18\x02 \x01(\x0c\"G\n\tStoreOpen\x12*\n\ndescriptor\x18\x01 \x01(\x0b\x32\x16.kvserve.v1.Descriptor\x12\x0e\n\x06planes\x18\x02 \x03(\t\"\r\n\x0bStoreFinish\"\x98\x01\n\x0cStoreRequest\x12%\n\x04open\x18\x01 \x01(\x0b\x32\x15.kvserve.v1.StoreOpenH\x00\x12+\n\x07payload\x18\x02 \x01(\x0b\x32\x18.kvserve.v1.PayloadFrameH\x00\x12)\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x17.kvserve.v1.StoreFinishH\x00\x42\t\n\x07message\"v\n\nStoreNeeds\x12\x16\n\x0e\x63hunk_statuses\x18\x01 \x01(\x0c\x12\x1c\n\x14\x66rame_size_bytes_max\x18\x02 \x01(\x04\x12\r\n\x05plane\x18\x03 \x01(\t\x12#\n\x04\x64\x61ta\x18\x04 \x01(\x0b\x32\x15.kvserve.v1.DataOffer\"\"\n\x0bLayerStored\x12\x13\n\x0blayer_index\x18\x01 \x01(\r\"O\n\x0bStoreResult\x12\x16\n\x0e\x63hunk_statuses\x18\x01 \x01(\x0c\x12(\n\x07\x64\x65tails\x18\x02 \x03(\x0b\x32\x17.kvserve.v1.ChunkDetail\"\x9c\x01\n\nStoreReply\x12\'\n\x05needs\x18\x01 \x01(\x0b\x32\x16.kvserve.v1.StoreNeedsH\x00\x12/\n\x0clayer_stored\x18\x02 \x01(\x0b\x32\x17.kvserve.v1.LayerStoredH\x00\x12)\n\x06result\x18\x03 \x01(\x0b\x32\x17.kvserve.v1.StoreResultH\x00\x42\t\n\x07message\"\x84\x01\n\x0c\x46\x65tchRequest\x12*\n\ndescriptor\x18\x01 \x01(\x0b\x32\x16.kvserve.v1.Descriptor\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12\x0e\n\x06planes\x18\x03 \x03(\t\x12(\n\x04kept\x18\x04 \x01(\x0b\x32\x1a.kvserve.v1.KeptConnection\"\x81\x01\n\tFetchHead\x12\x16\n\x0e\x63hunk_statuses\x18\x01 \x01(\x0c\x12(\n\x07\x64\x65tails\x18\x02 \x03(\x0b\x32\x17.kvserve.v1.ChunkDetail\x12\r\n\x05plane\x18\x03 \x01(\t\x12#\n\x04\x64\x61ta\x18\x04 \x01(\x0b\x32\x15.kvserve.v1.DataOffer\"Z\n\tChunkMiss\x12\x13\n\x0b\x63hunk_index\x18\x01 \x01(\r\x12\'\n\x06status\x18\x02 \x01(\x0e\x32\x17.kvserve.v1.ChunkStatus\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x92\x01\n\nFetchReply\x12%\n\x04head\x18\x01 \x01(\x0b\x32\x15.kvserve.v1.FetchHeadH\x00\x12+\n\x07payload\x18\x02 \x01(\x0b\x32\x18.kvserve.v1.PayloadFrameH\x00\x12%\n\x04miss\x18\x03 \x01(\x0b\x32\x15.kvserve.v1.ChunkMissH\x00\x42\t\n\x07message\";\n\rVerifyRequest\x12*\n\ndescriptor\x18\x01 \x01(\x0b\x32\x16.kvserve.v1.Descriptor\"O\n\x0bVerifyReply\x12\x16\n\x0e\x63hunk_statuses\x18\x01 \x01(\x0c\x12(\n\x07\x64\x65tails\x18\x02 \x03(\x0b\x32\x17.kvserve.v1.ChunkDetail\";\n\rDeleteRequest\x12*\n\ndescriptor\x18\x01 \x01(\x0b\x32\x16.kvserve.v1.Descriptor\"%\n\x0b\x44\x65leteReply\x12\x16\n\x0e\x63hunk_statuses\x18\x01 \x01(\x0c\"5\n\x0eReleaseRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x13\n\x0blease_owner\x18\x02 \x01(\t\"\'\n\x0cReleaseReply\x12\x17\n\x0freleased_chunks\x18\x01 \x01(\r\"8\n\nPinRequest\x12*\n\ndescriptor\x18\x01 \x01(\x0b\x32\x16.kvserve.v1.Descriptor\"\"\n\x08PinReply\x12\x16\n\x0e\x63hunk_statuses\x18\x01 \x01(\x0c*\x86\x04\n\x0b\x43hunkStatus\x12\x1c\n\x18\x43HUNK_STATUS_UNSPECIFIED\x10\x00\x12\x14\n\x10\x43HUNK_STATUS_HIT\x10\x01\x12\x1c\n\x18\x43HUNK_STATUS_MISS_ABSENT\x10\x02\x12\x1e\n\x1a\x43HUNK_STATUS_MISS_IDENTITY\x10\x03\x12\x1d\n\x19\x43HUNK_STATUS_MISS_CORRUPT\x10\x04\x12\x1b\n\x17\x43HUNK_STATUS_MISS_ERROR\x10\x05\x12\x1d\n\x19\x43HUNK_STATUS_MISS_EVICTED\x10\x06\x12\x1d\n\x19\x43HUNK_STATUS_MISS_EXPIRED\x10\x07\x12\x1d\n\x19\x43HUNK_STATUS_MISS_TIMEOUT\x10\x08\x12\x17\n\x13\x43HUNK_STATUS_NEEDED\x10\x10\x12\x17\n\x13\x43HUNK_STATUS_STORED\x10\x11\x12\x16\n\x12\x43HUNK_STATUS_KNOWN\x10\x12\x12\x1b\n\x17\x43HUNK_STATUS_INCOMPLETE\x10\x13\x12\x19\n\x15\x43HUNK_STATUS_NO_SPACE\x10\x14\x12\x1c\n\x18\x43HUNK_STATUS_STORE_ERROR\x10\x15\x12\x18\n\x14\x43HUNK_STATUS_DELETED\x10 \x12\x17\n\x13\x43HUNK_STATUS_PINNED\x10!\x12\x19\n\x15\x43HUNK_STATUS_UNPINNED\x10\"*o\n\tLayerKind\x12\x1a\n\x16LAYER_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14LAYER_KIND_ATTENTION\x10\x01\x12\x15\n\x11LAYER_KIND_LATENT\x10\x02\x12\x15\n\x11LAYER_KIND_OPAQUE\x10\x03\x32\xbf\x04\n\x07KvServe\x12Q\n\rGetServerInfo\x12 .kvserve.v1.GetServerInfoRequest\x1a\x1e.kvserve.v1.GetServerInfoReply\x12<\n\x06Lookup\x12\x19.kvserve.v1.LookupRequest\x1a\x17.kvserve.v1.LookupReply\x12=\n\x05Store\x12\x18.kvserve.v1.StoreRequest\x1a\x16.kvserve.v1.StoreReply(\x01\x30\x01\x12;\n\x05\x46\x65tch\x12\x18.kvserve.v1.FetchRequest\x1a\x16.kvserve.v1.FetchReply0\x01\x12<\n\x06Verify\x12\x19.kvserve.v1.VerifyRequest\x1a\x17.kvserve.v1.VerifyReply\x12<\n\x06\x44\x65lete\x12\x19.kvserve.v1.DeleteRequest\x1a\x17.kvserve.v1.DeleteReply\x12?\n\x07Release\x12\x1a.kvserve.v1.ReleaseRequest\x1a\x18.kvserve.v1.ReleaseReply\x12\x33\n\x03Pin\x12\x16.kvserve.v1.PinRequest\x1a\x14.kvserve.v1.PinReply\x12\x35\n\x05Unpin\x12\x16.kvserve.v1.PinRequest\x1a\x14.kvserve.v1.PinReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvserve/v1/kvserve.proto\x12\nkvserve.v1\"x\n\x08LayerRun\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.kvserve.v1.LayerKind\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x10\n\x08kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\x14\n\x0copaque_bytes\x18\x05 \x01(\x04\"a\n\x06Layout\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x0c\n\x04\x61xes\x18\x02 \x01(\t\x12\x14\n\x0c\x63hunk_tokens\x18\x03 \x01(\r\x12$\n\x06layers\x18\x04 \x03(\x0b\x32\x14.kvserve.v1.LayerRun\"s\n\rModelIdentity\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\"\n\x06layout\x18\x03 \x01(\x0b\x32\x12.kvserve.v1.Layout\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\x12\x0c\n\x04salt\x18\x05 \x01(\t\"$\n\x05Shard\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"\xaf\x01\n\nDescriptor\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12+\n\x08identity\x18\x02 \x01(\x0b\x32\x19.kvserve.v1.ModelIdentity\x12 \n\x05shard\x18\x03 \x01(\x0b\x32\x11.kvserve.v1.Shard\x12\x17\n\x0fhash_size_bytes\x18\x04 \x01(\r\x12\x14\n\x0c\x63hunk_hashes\x18\x05 \x01(\x0c\x12\x13\n\x0blayer_order\x18\x06 \x03(\r\"3\n\x0b\x43hunkDetail\x12\x13\n\x0b\x63hunk_index\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x16\n\x14GetServerInfoRequest\"\xa6\x01\n\x12GetServerInfoReply\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x14\n\x0c\x63\x61pabilities\x18\x02 \x03(\t\x12\"\n\x06limits\x18\x03 \x01(\x0b\x32\x12.kvserve.v1.Limits\x12\x13\n\x0b\x66ile_system\x18\x04 \x01(\t\x12\x1a\n\x12\x63hunk_file_version\x18\x05 \x01(\r\x12\x14\n\x0c\x64\x61ta_address\x18\x06 \x01(\t\"\x8a\x01\n\x06Limits\x12\x12\n\nchunks_max\x18\x01 \x01(\r\x12\x1e\n\x16message_size_bytes_max\x18\x02 \x01(\x04\x12\x1c\n\x14\x66rame_size_bytes_max\x18\x03 \x01(\x04\x12\x15\n\rtransfers_max\x18\x04 \x01(\r\x12\x17\n\x0flease_ttl_s_max\x18\x05 \x01(\x01\"x\n\rLookupRequest\x12*\n\ndescriptor\x18\x01 \x01(\x0b\x32\x16.kvserve.v1.Descriptor\x12\x13\n\x0blease_owner\x18\x02 \x01(\t\x12\x13\n\x0blease_ttl_s\x18\x03 \x01(\x01\x12\x11\n\tall_ranks\x18\x04 \x01(\x08\"}\n\x0bLookupReply\x12\x15\n\rprefix_chunks\x18\x01 \x01(\r\x12\x16\n\x0e\x63hunk_statuses\x18\x02 \x01(\x0c\x12(\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32\x17.kvserve.v1.ChunkDetail\x12\x15\n\rleased_chunks\x18\x04 \x01(\r\"r\n\x0cPayloadFrame\x12\x13\n\x0blayer_index\x18\x01 \x01(\x07\x12\x13\n\x0b\x66irst_chunk\x18\x02 \x01(\x07\x12\x14\n\x0cslice_offset\x18\x03 \x01(\x06\x12\x11\n\tchecksums\x18\x04 \x01(\x0c\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\",\n\tDataOffer\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0e\n\x06secret\x18\x02 \x01(\x0c\"0\n\x0eKeptConnection\x12\x0e\n\x06secret\x18\x01 \x01(\x0c\x12\x0e\n\x06region\x18\x02 \x01(\x0c\"G\n\tStoreOpen\x12*\n\ndescriptor\x18\x01 \x01(\x0b\x32\x16.kvserve.v1.Descriptor\x12\x0e\n\x06planes\x18\x02 \x03(\t\"\r\n\x0bStoreFinish\"\x98\x01\n\x0cStoreRequest\x12%\n\x04open\x18\x01 \x01(\x0b\x32\x15.kvserve.v1.StoreOpenH\x00\x12+\n\x07payload\x18\x02 \x01(\x0b\x32\x18.kvserve.v1.PayloadFrameH\x00\x12)\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x17.kvserve.v1.StoreFinishH\x00\x42\t\n\x07message\"v\n\nStoreNeeds\x12\x16\n\x0e\x63hunk_statuses\x18\x01 \x01(\x0c\x12\x1c\n\x14\x66rame_size_bytes_max\x18\x02 \x01(\x04\x12\r\n\x05plane\x18\x03 \x01(\t\x12#\n\x04\x64\x61ta\x18\x04 \x01(\x0b\x32\x15.kvserve.v1.DataOffer\"\"\n\x0bLayerStored\x12\x13\n\x0blayer_index\x18\x01 \x01(\r\"O\n\x0bStoreResult\x12\x16\n\x0e\x63hunk_statuses\x18\x01 \x01(\x0c\x12(\n\x07\x64\x65tails\x18\x02 \x03(\x0b\x32\x17.kvserve.v1.ChunkDetail\"\x9c\x01\n\nStoreReply\x12\'\n\x05needs\x18\x01 \x01(\x0b\x32\x16.kvserve.v1.StoreNeedsH\x00\x12/\n\x0clayer_stored\x18\x02 \x01(\x0b\x32\x17.kvserve.v1.LayerStoredH\x00\x12)\n\x06result\x18\x03 \x01(\x0b\x32\x17.kvserve.v1.StoreResultH\x00\x42\t\n\x07message\"\x84\x01\n\x0c\x46\x65tchRequest\x12*\n\ndescriptor\x18\x01 \x01(\x0b\x32\x16.kvserve.v1.Descriptor\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12\x0e\n\x06planes\x18\x03 \x03(\t\x12(\n\x04kept\x18\x04 \x01(\x0b\x32\x1a.kvserve.v1.KeptConnection\"\x81\x01\n\tFetchHead\x12\x16\n\x0e\x63hunk_statuses\x18\x01 \x01(\x0c\x12(\n\x07\x64\x65tails\x18\x02 \x03(\x0b\x32\x17.kvserve.v1.ChunkDetail\x12\r\n\x05plane\x18\x03 \x01(\t\x12#\n\x04\x64\x61ta\x18\x04 \x01(\x0b\x32\x15.kvserve.v1.DataOffer\"Z\n\tChunkMiss\x12\x13\n\x0b\x63hunk_index\x18\x01 \x01(\r\x12\'\n\x06status\x18\x02 \x01(\x0e\x32\x17.kvserve.v1.ChunkStatus\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x92\x01\n\nFetchReply\x12%\n\x04head\x18\x01 \x01(\x0b\x32\x15.kvserve.v1.FetchHeadH\x00\x12+\n\x07payload\x18\x02 \x01(\x0b\x32\x18.kvserve.v1.PayloadFrameH\x00\x12%\n\x04miss\x18\x03 \x01(\x0b\x32\x15.kvserve.v1.ChunkMissH\x00\x42\t\n\x07message\";\n\rVerifyRequest\x12*\n\ndescriptor\x18\x01 \x01(\x0b\x32\x16.kvserve.v1.Descriptor\"O\n\x0bVerifyReply\x12\x16\n\x0e\x63hunk_statuses\x18\x01 \x01(\x0c\x12(\n\x07\x64\x65tails\x18\x02 \x03(\x0b\x32\x17.kvserve.v1.ChunkDetail\";\n\rDeleteRequest\x12*\n\ndescriptor\x18\x01 \x01(\x0b\x32\x16.kvserve.v1.Descriptor\"%\n\x0b\x44\x65leteReply\x12\x16\n\x0e\x63hunk_statuses\x18\x01 \x01(\x0c\"5\n\x0eReleaseRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x13\n\x0blease_owner\x18\x02 \x01(\t\"\'\n\x0cReleaseReply\x12\x17\n\x0freleased_chunks\x18\x01 \x01(\r\"8\n\nPinRequest\x12*\n\ndescriptor\x18\x01 \x01(\x0b\x32\x16.kvserve.v1.Descriptor\"\"\n\x08PinReply\x12\x16\n\x0e\x63hunk_statuses\x18\x01 \x01(\x0c*\x86\x04\n\x0b\x43hunkStatus\x12\x1c\n\x18\x43HUNK_STATUS_UNSPECIFIED\x10\x00\x12\x14\n\x10\x43HUNK_STATUS_HIT\x10\x01\x12\x1c\n\x18\x43HUNK_STATUS_MISS_ABSENT\x10\x02\x12\x1e\n\x1a\x43HUNK_STATUS_MISS_IDENTITY\x10\x03\x12\x1d\n\x19\x43HUNK_STATUS_MISS_CORRUPT\x10\x04\x12\x1b\n\x17\x43HUNK_STATUS_MISS_ERROR\x10\x05\x12\x1d\n\x19\x43HUNK_STATUS_MISS_EVICTED\x10\x06\x12\x1d\n\x19\x43HUNK_STATUS_MISS_EXPIRED\x10\x07\x12\x1d\n\x19\x43HUNK_STATUS_MISS_TIMEOUT\x10\x08\x12\x17\n\x13\x43HUNK_STATUS_NEEDED\x10\x10\x12\x17\n\x13\x43HUNK_STATUS_STORED\x10\x11\x12\x16\n\x12\x43HUNK_STATUS_KNOWN\x10\x12\x12\x1b\n\x17\x43HUNK_STATUS_INCOMPLETE\x10\x13\x12\x19\n\x15\x43HUNK_STATUS_NO_SPACE\x10\x14\x12\x1c\n\x18\x43HUNK_STATUS_STORE_ERROR\x10\x15\x12\x18\n\x14\x43HUNK_STATUS_DELETED\x10 \x12\x17\n\x13\x43HUNK_STATUS_PINNED\x10!\x12\x19\n\x15\x43HUNK_STATUS_UNPINNED\x10\"*o\n\tLayerKind\x12\x1a\n\x16LAYER_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14LAYER_KIND_ATTENTION\x10\x01\x12\x15\n\x11LAYER_KIND_LATENT\x10\x02\x12\x15\n\x11LAYER_KIND_OPAQUE\x10\x03\x32\xbf\x04\n\x07KvServe\x12Q\n\rGetServerInfo\x12 .kvserve.v1.GetServerInfoRequest\x1a\x1e.kvserve.v1.GetServerInfoReply\x12<\n\x06Lookup\x12\x19.kvserve.v1.LookupRequest\x1a\x17.kvserve.v1.LookupReply\x12=\n\x05Store\x12\x18.kvserve.v1.StoreRequest\x1a\x16.kvserve.v1.StoreReply(\x01\x30\x01\x12;\n\x05\x46\x65tch\x12\x18.kvserve.v1.FetchRequest\x1a\x16.kvserve.v1.FetchReply0\x01\x12<\n\x06Verify\x12\x19.kvserve.v1.VerifyRequest\x1a\x17.kvserve.v1.VerifyReply\x12<\n\x06\x44\x65lete\x12\x19.kvserve.v1.DeleteRequest\x1a\x17.kvserve.v1.DeleteReply\x12?\n\x07Release\x12\x1a.kvserve.v1.ReleaseRequest\x1a\x18.kvserve.v1.ReleaseReply\x12\x33\n\x03Pin\x12\x16.kvserve.v1.PinRequest\x1a\x14.kvserve.v1.PinReply\x12\x35\n\x05Unpin\x12\x16.kvserve.v1.PinRequest\x1a\x14.kvserve.v1.PinReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvserve.v1.kvserve_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CHUNKSTATUS']._serialized_start=3039
-  _globals['_CHUNKSTATUS']._serialized_end=3557
-  _globals['_LAYERKIND']._serialized_start=3559
-  _globals['_LAYERKIND']._serialized_end=3670
+  _globals['_CHUNKSTATUS']._serialized_start=3022
+  _globals['_CHUNKSTATUS']._serialized_end=3540
+  _globals['_LAYERKIND']._serialized_start=3542
+  _globals['_LAYERKIND']._serialized_end=3653
   _globals['_LAYERRUN']._serialized_start=40
   _globals['_LAYERRUN']._serialized_end=160
   _globals['_LAYOUT']._serialized_start=162
@@ -60,47 +60,47 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PAYLOADFRAME']._serialized_start=1230
   _globals['_PAYLOADFRAME']._serialized_end=1344
   _globals['_DATAOFFER']._serialized_start=1346
-  _globals['_DATAOFFER']._serialized_end=1407
-  _globals['_KEPTCONNECTION']._serialized_start=1409
-  _globals['_KEPTCONNECTION']._serialized_end=1457
-  _globals['_STOREOPEN']._serialized_start=1459
-  _globals['_STOREOPEN']._serialized_end=1530
-  _globals['_STOREFINISH']._serialized_start=1532
-  _globals['_STOREFINISH']._serialized_end=1545
-  _globals['_STOREREQUEST']._serialized_start=1548
-  _globals['_STOREREQUEST']._serialized_end=1700
-  _globals['_STORENEEDS']._serialized_start=1702
-  _globals['_STORENEEDS']._serialized_end=1820
-  _globals['_LAYERSTORED']._serialized_start=1822
-  _globals['_LAYERSTORED']._serialized_end=1856
-  _globals['_STORERESULT']._serialized_start=1858
-  _globals['_STORERESULT']._serialized_end=1937
-  _globals['_STOREREPLY']._serialized_start=1940
-  _globals['_STOREREPLY']._serialized_end=2096
-  _globals['_FETCHREQUEST']._serialized_start=2099
-  _globals['_FETCHREQUEST']._serialized_end=2231
-  _globals['_FETCHHEAD']._serialized_start=2234
-  _globals['_FETCHHEAD']._serialized_end=2363
-  _globals['_CHUNKMISS']._serialized_start=2365
-  _globals['_CHUNKMISS']._serialized_end=2455
-  _globals['_FETCHREPLY']._serialized_start=2458
-  _globals['_FETCHREPLY']._serialized_end=2604
-  _globals['_VERIFYREQUEST']._serialized_start=2606
-  _globals['_VERIFYREQUEST']._serialized_end=2665
-  _globals['_VERIFYREPLY']._serialized_start=2667
-  _globals['_VERIFYREPLY']._serialized_end=2746
-  _globals['_DELETEREQUEST']._serialized_start=2748
-  _globals['_DELETEREQUEST']._serialized_end=2807
-  _globals['_DELETEREPLY']._serialized_start=2809
-  _globals['_DELETEREPLY']._serialized_end=2846
-  _globals['_RELEASEREQUEST']._serialized_start=2848
-  _globals['_RELEASEREQUEST']._serialized_end=2901
-  _globals['_RELEASEREPLY']._serialized_start=2903
-  _globals['_RELEASEREPLY']._serialized_end=2942
-  _globals['_PINREQUEST']._serialized_start=2944
-  _globals['_PINREQUEST']._serialized_end=3000
-  _globals['_PINREPLY']._serialized_start=3002
-  _globals['_PINREPLY']._serialized_end=3036
-  _globals['_KVSERVE']._serialized_start=3673
-  _globals['_KVSERVE']._serialized_end=4248
+  _globals['_DATAOFFER']._serialized_end=1390
+  _globals['_KEPTCONNECTION']._serialized_start=1392
+  _globals['_KEPTCONNECTION']._serialized_end=1440
+  _globals['_STOREOPEN']._serialized_start=1442
+  _globals['_STOREOPEN']._serialized_end=1513
+  _globals['_STOREFINISH']._serialized_start=1515
+  _globals['_STOREFINISH']._serialized_end=1528
+  _globals['_STOREREQUEST']._serialized_start=1531
+  _globals['_STOREREQUEST']._serialized_end=1683
+  _globals['_STORENEEDS']._serialized_start=1685
+  _globals['_STORENEEDS']._serialized_end=1803
+  _globals['_LAYERSTORED']._serialized_start=1805
+  _globals['_LAYERSTORED']._serialized_end=1839
+  _globals['_STORERESULT']._serialized_start=1841
+  _globals['_STORERESULT']._serialized_end=1920
+  _globals['_STOREREPLY']._serialized_start=1923
+  _globals['_STOREREPLY']._serialized_end=2079
+  _globals['_FETCHREQUEST']._serialized_start=2082
+  _globals['_FETCHREQUEST']._serialized_end=2214
+  _globals['_FETCHHEAD']._serialized_start=2217
+  _globals['_FETCHHEAD']._serialized_end=2346
+  _globals['_CHUNKMISS']._serialized_start=2348
+  _globals['_CHUNKMISS']._serialized_end=2438
+  _globals['_FETCHREPLY']._serialized_start=2441
+  _globals['_FETCHREPLY']._serialized_end=2587
+  _globals['_VERIFYREQUEST']._serialized_start=2589
+  _globals['_VERIFYREQUEST']._serialized_end=2648
+  _globals['_VERIFYREPLY']._serialized_start=2650
+  _globals['_VERIFYREPLY']._serialized_end=2729
+  _globals['_DELETEREQUEST']._serialized_start=2731
+  _globals['_DELETEREQUEST']._serialized_end=2790
+  _globals['_DELETEREPLY']._serialized_start=2792
+  _globals['_DELETEREPLY']._serialized_end=2829
+  _globals['_RELEASEREQUEST']._serialized_start=2831
+  _globals['_RELEASEREQUEST']._serialized_end=2884
+  _globals['_RELEASEREPLY']._serialized_start=2886
+  _globals['_RELEASEREPLY']._serialized_end=2925
+  _globals['_PINREQUEST']._serialized_start=2927
+  _globals['_PINREQUEST']._serialized_end=2983
+  _globals['_PINREPLY']._serialized_start=2985
+  _globals['_PINREPLY']._serialized_end=3019
+  _globals['_KVSERVE']._serialized_start=3656
+  _globals['_KVSERVE']._serialized_end=4231
 # @@protoc_insertion_point(module_scope)

@@ -202,14 +202,12 @@ class PayloadFrame(_message.Message):
     def __init__(self, layer_index: _Optional[int] = ..., first_chunk: _Optional[int] = ..., slice_offset: _Optional[int] = ..., checksums: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class DataOffer(_message.Message):
-    __slots__ = ("address", "secret", "is_kept")
+    __slots__ = ("address", "secret")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
-    IS_KEPT_FIELD_NUMBER: _ClassVar[int]
     address: str
     secret: bytes
-    is_kept: bool
-    def __init__(self, address: _Optional[str] = ..., secret: _Optional[bytes] = ..., is_kept: bool = ...) -> None: ...
+    def __init__(self, address: _Optional[str] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class KeptConnection(_message.Message):
     __slots__ = ("secret", "region")

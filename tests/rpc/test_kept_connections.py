@@ -6,12 +6,13 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
+import kvserve.transfer.planes.tcp
 from kvclient import AsyncClient, Descriptor, Region, SharedRegion
 from kvclient.planes.tcp import DataConnections
 from kvserve.data_socket import DataSocket
 from kvserve.errors import DeadlineExceeded, Overloaded, ServerFault, TransferCancelled
 from kvserve.format.messages import SERVICE, descriptor_to_pb
-from kvserve.format.records import RegionHead, encode_region
+from kvserve.format.records import RegionHead, encode_finish, encode_region
 from kvserve.rpc.server import Server
 from kvserve.service import Service
 from kvserve.transfer.planes.data_port import DataPort
@@ -199,29 +200,29 @@ class TestTheRequest:
     """Names that are none, sent by hand."""
 
     @staticmethod
-    async def head(
+    async def offer(
         server: Server, descriptor: Descriptor, plane: str, kept: pb.KeptConnection
-    ) -> pb.FetchHead:
-        """The first answer; the call is cancelled."""
+    ) -> pb.DataOffer | None:
+        """The first answer's; None if the rpc ends without one. The call is cancelled."""
         request = pb.FetchRequest(
             descriptor=descriptor_to_pb(descriptor), planes=[plane], kept=kept
         )
         async with grpc.aio.insecure_channel(server.address) as channel:
             call = channel.unary_stream(f"/{SERVICE}/Fetch")(request.SerializeToString())
             try:
-                reply = pb.FetchReply.FromString(await call.read())
+                reply = await call.read()
             finally:
                 call.cancel()
-        return reply.head
+        return pb.FetchReply.FromString(reply).head.data if isinstance(reply, bytes) else None
 
     @pytest.mark.parametrize("secret", [b"", b"x", bytes(32), bytes(1000)])
     async def test_an_unknown_secret_gets_an_offer(
         self, server: Server, descriptor: Descriptor, plane: str, secret: bytes
     ) -> None:
         kept = pb.KeptConnection(secret=secret, region=b"whatever")
-        head = await self.head(server, descriptor, plane, kept)
-        assert not head.data.is_kept
-        assert (len(head.data.secret), bool(head.data.address)) == (32, True)
+        offer = await self.offer(server, descriptor, plane, kept)
+        assert offer is not None
+        assert (len(offer.secret), bool(offer.address)) == (32, True)
 
     async def test_one_of_the_other_plane_gets_an_offer(
         self,
@@ -235,7 +236,7 @@ class TestTheRequest:
         (connection,) = kept_of(client)
         other = "tcp" if plane == "shm" else "shm"
         kept = pb.KeptConnection(secret=connection.secret)
-        assert not (await self.head(server, descriptor, other, kept)).data.is_kept
+        assert await self.offer(server, descriptor, other, kept) is not None
         await fetch(client, descriptor, region)
 
     async def test_somebody_else_who_knows_it_costs_the_connection_and_no_bytes(
@@ -252,7 +253,7 @@ class TestTheRequest:
         spans = [(0, region.size_bytes)] if plane == "shm" else []
         where = encode_region(RegionHead(False, 1, region.size_bytes), spans) if spans else b""
         kept = pb.KeptConnection(secret=connection.secret, region=where)
-        assert (await self.head(server, descriptor, plane, kept)).data.is_kept
+        assert await self.offer(server, descriptor, plane, kept) is None
         await asyncio.sleep(0.1)
         await fetch(client, descriptor, region)
         assert kept_of(client) != [connection]
@@ -282,23 +283,23 @@ class TestTheRequest:
         (connection,) = kept_of(client)
         kept = pb.KeptConnection(secret=connection.secret, region=encode_region(head, spans))
         with pytest.raises(grpc.aio.AioRpcError, match=words) as caught:
-            await self.head(server, descriptor, plane, kept)
+            await self.offer(server, descriptor, plane, kept)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         await until_idle(server, connections=0)
         await fetch(client, descriptor, region)
 
-    async def test_a_server_that_takes_what_was_not_named(
+    async def test_a_server_that_begins_with_something_else(
         self,
         client: AsyncClient,
         descriptor: Descriptor,
         region: Region,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr("kvserve.transfer.planes.tcp.Connected._offer", offer_kept)
-        monkeypatch.setattr("kvserve.transfer.planes.shm._Shared._offer", offer_kept)
-        with pytest.raises(ServerFault, match="uses a connection that the request did not name"):
+        await fetch(client, descriptor, region)
+        monkeypatch.setattr(
+            kvserve.transfer.planes.tcp, "encode_head_reply", lambda _: encode_finish()
+        )
+        with pytest.raises(ServerFault, match="began with a record of kind FINISH"):
             await client.fetch(descriptor, region).wait()
-
-
-def offer_kept(self: object, expected: object) -> pb.DataOffer:
-    return pb.DataOffer(is_kept=True)
+        monkeypatch.undo()
+        await fetch(client, descriptor, region)

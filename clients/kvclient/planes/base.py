@@ -6,7 +6,7 @@ the deadline), nothing touches the region once its method has ended.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import grpc
 
@@ -16,9 +16,18 @@ from kvserve.format.frames import FrameHeader
 PLANES: Final = ("shm", "nixl", "tcp", "grpc")
 """Best first."""
 
-FetchCall = grpc.aio.UnaryStreamCall[Any, bytes]
 StoreCall = grpc.aio.StreamStreamCall[bytes, bytes]
 Took = Callable[[list[LayerEvent]], None]
+
+
+class FetchCall(Protocol):
+    """The rpc of an open fetch."""
+
+    async def read(self) -> object:
+        """The next reply as bytes; anything else is the end. Raises what the rpc ends with."""
+
+    def cancel(self) -> bool:
+        """Ends the rpc."""
 
 
 class Unreachable(Exception):

@@ -23,6 +23,7 @@ from kvserve.format.records import (
     RecordKind,
     decode_head,
     encode_frame,
+    encode_head_reply,
     encode_miss,
 )
 from kvserve.model import ChunkStatus, Verdict
@@ -90,7 +91,10 @@ class TcpFetchPlane(Connected):
             await self._write(fetch_head(verdicts, self.name, None))
             return
         if self._kept is not None and await self._takes_kept(self._kept):
-            await self._write(fetch_head(verdicts, self.name, pb.DataOffer(is_kept=True)))
+            assert self._connection is not None, "it was taken"
+            # Not by the rpc: grpcio's threads may come to it only after some frames.
+            reply = fetch_head(verdicts, self.name, None)
+            await self._connection.send((encode_head_reply(reply), reply))
             return
         with self._port.expect() as expected:
             await self._write(fetch_head(verdicts, self.name, self._offer(expected)))
