@@ -177,8 +177,10 @@ class FetchHandle(Handle):
             plane = self._plane(name, reply.head, kept)
             await plane.receive(call, self._session, self._took)
         finally:
-            call.cancel()
-            await loan.end()
+            try:
+                await call.end()
+            finally:
+                await loan.end()
 
     def _plane(self, name: str, head: pb.FetchHead, kept: DataSocket | None) -> FetchPlane:
         if kept is None and not head.HasField("data"):

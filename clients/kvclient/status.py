@@ -34,8 +34,8 @@ _BY_CODE: dict[grpc.StatusCode, type[KvserveError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: MessageTooLarge,
     grpc.StatusCode.UNIMPLEMENTED: InvalidRequest,
 }
-# The packages whose frames have calls and channels in their variables.
-_HOLDERS = ("grpc", "kvclient")
+# The packages whose frames have calls and channels in their variables, or tasks that have them.
+_HOLDERS = ("grpc", "kvclient", "asyncio")
 
 
 def to_error(error: grpc.aio.AioRpcError, address: str) -> KvserveError:
@@ -84,7 +84,7 @@ def let_go(error: BaseException) -> None:
 
     An error holds the frames that it came through, and these their variables. While a call or a
     channel lives so do gRPC's threads, and no fork is safe (see `fork_support`). Only frames of
-    gRPC and of this package are emptied: what a debugger shows of the caller's stays.
+    gRPC, asyncio and this package are emptied: what a debugger shows of the caller's stays.
     """
     seen: set[int] = set()
     left: list[BaseException | None] = [error]

@@ -39,7 +39,6 @@ class Answers:
     def begin(self) -> "asyncio.Task[object]":
         """The first read, which the next `read` is going to give."""
         self._first = asyncio.create_task(self._call.read())
-        self._first.add_done_callback(_seen)  # a fetch that ends before may never ask for it
         return self._first
 
     async def read(self) -> object:
@@ -51,10 +50,15 @@ class Answers:
         """See `FetchCall`."""
         return self._call.cancel()
 
-
-def _seen(task: "asyncio.Task[object]") -> None:
-    if not task.cancelled():
-        task.exception()
+    async def end(self) -> None:
+        """Ends the rpc, whatever is still asked of it: nothing holds it any more."""
+        self._call.cancel()
+        first, self._first = self._first, None
+        if first is not None:
+            first.cancel()
+            await asyncio.wait([first])
+            if not first.cancelled():
+                first.exception()  # nobody asks for it
 
 
 class Loan:
