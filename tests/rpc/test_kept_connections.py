@@ -196,6 +196,36 @@ async def test_whatever_ends_a_fetch_before_its_first_answer_makes_the_region_qu
     await fetch(client, descriptor, region)
 
 
+async def test_cancels_at_any_moment_end(
+    client: AsyncClient, descriptor: Descriptor, region: Region, server: Server
+) -> None:
+    """Also one that finds the server between the name and the connection."""
+    for number in range(150):
+        await fetch(client, descriptor, region)
+        handle = client.fetch(descriptor, region)
+        for _ in range(number % 30):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            await handle.cancel()
+    await fetch(client, descriptor, region)
+    await until_idle(server, connections=1)
+
+
+async def test_a_cancel_while_the_server_takes_the_connection_closes_it(
+    client: AsyncClient, descriptor: Descriptor, region: Region, server: Server
+) -> None:
+    await fetch(client, descriptor, region)
+    port = port_of(server)
+    (connection,) = port._connections
+    taking = asyncio.create_task(port.kept(connection.secret, is_local=connection.is_local))
+    await asyncio.sleep(0)
+    taking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await taking
+    assert connection.is_closed
+    await fetch(client, descriptor, region)
+
+
 class TestTheRequest:
     """Names that are none, sent by hand."""
 

@@ -181,7 +181,11 @@ class DataPort:
         del self._kept[digest]
         greeting = self._greetings.pop(connection)
         greeting.cancel()
-        await asyncio.wait([greeting])
+        try:
+            await asyncio.wait([greeting])
+        except BaseException:
+            self.close(connection)  # the request was cancelled: its client waits for that
+            raise
         if connection not in self._connections:  # it ended just then
             return None
         return connection
