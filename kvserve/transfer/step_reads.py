@@ -92,10 +92,11 @@ class StagedFrame:
         faults: by position, of slices that nobody reads.
     """
 
-    __slots__ = ("faults", "frame", "is_kept", "plan", "start", "step")
+    __slots__ = ("faults", "frame", "is_kept", "plan", "staged_size_bytes", "start", "step")
 
     def __init__(self, plan: FramePlan, frame: OutgoingFrame) -> None:
         self.plan = plan
+        self.staged_size_bytes = staged_size_bytes(plan.payload_size_bytes)
         self.frame: OutgoingFrame | None = frame
         self.start = 0
         self.step: Step | None = None
@@ -112,10 +113,6 @@ class StagedFrame:
         """The chunks whose slices `step` reads."""
         plan = self.plan
         return range(plan.first_chunk + self.start, plan.first_chunk + plan.chunk_count)
-
-    @property
-    def staged_size_bytes(self) -> int:
-        return staged_size_bytes(self.plan.payload_size_bytes)
 
 
 class Step:
