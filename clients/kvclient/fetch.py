@@ -160,7 +160,8 @@ class FetchHandle(Handle):
             descriptor=descriptor_to_pb(self._descriptor), layers=self._layers, planes=planes
         )
         region = self._placement.region
-        loan = Loan(self._channel.planes.connections, planes[0], region, self._spans)
+        choice = self._channel.planes
+        loan = Loan(choice.connections, choice.expected(planes), region, self._spans)
         if loan.connection is not None:
             request.kept.CopyFrom(loan.named())
         call = Answers(rpcs.fetch(request, timeout=self._time_left_s()))
@@ -171,7 +172,7 @@ class FetchHandle(Handle):
             reply = parse(pb.FetchReply, message)
             if reply.WhichOneof("message") == "payload":
                 raise ServerFault("a payload frame came outside the layers that were asked for")
-            name = self._channel.planes.check(planes, reply.head.plane)
+            name = choice.check(planes, reply.head.plane)
             self._took(other_reply(reply, self._session))
             kept = loan.settle(reply.head)
             plane = self._plane(name, reply.head, kept)

@@ -113,3 +113,13 @@ def test_what_the_server_took(said: str, taken: str) -> None:
 def test_a_server_that_took_another_plane(said: str) -> None:
     with pytest.raises(InvalidRequest, match="plane tcp is not there: host:1 took"):
         PlaneChoice("tcp", "host:1").check(["tcp"], said)
+
+
+def test_the_plane_that_was_taken_last_is_expected_again() -> None:
+    choice = PlaneChoice("auto", "127.0.0.1:1")
+    assert choice.expected(["nixl", "tcp", "grpc"]) == "nixl"
+    choice.check(["nixl", "tcp", "grpc"], "tcp")
+    assert choice.expected(["nixl", "tcp", "grpc"]) == "tcp"
+    assert choice.expected(["shm", "grpc"]) == "shm"
+    choice.check(["grpc"], "")
+    assert choice.expected(["nixl", "grpc"]) == "grpc"
