@@ -37,7 +37,7 @@ class DataSocket:
         self.memory: object = None
         """shm: what both ends registered over this connection last."""
         self.secret = b""
-        """What it started with."""
+        """That of its last hello: what a kept connection is named by."""
         self._sock = sock
         self._fd = sock.fileno()
         self._loop = asyncio.get_running_loop()
@@ -128,10 +128,6 @@ class DataSocket:
     def is_local(self) -> bool:
         """It cannot leave the host."""
         return self._sock.family == socket.AF_UNIX
-
-    @property
-    def is_closed(self) -> bool:
-        return self._fd < 0
 
     def is_idle(self) -> bool:
         """Whether it is still connected and nothing has come: fit for another transfer."""

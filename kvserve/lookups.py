@@ -150,15 +150,11 @@ class Lookups:
 
     async def verify(self, where: ChunkLocations) -> list[Verdict]:
         """Reads the chunks as a whole; damaged ones are set aside."""
-
-        def late(index: int, late: Late) -> Verdict:
-            return self._store.late(where, index, late.error, late.hangs)
-
         return await in_batches(
             self._threads,
             lambda index: check_whole_blocking(self._store, where, index),
             range(where.descriptor.chunk_count),
-            late=late,
+            late=partial(self.late, where),
         )
 
     async def delete(self, where: ChunkLocations) -> list[ChunkStatus]:

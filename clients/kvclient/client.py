@@ -174,8 +174,12 @@ class AsyncClient:
     async def verify(self, descriptor: Descriptor, *, timeout_s: float | None = None) -> Presence:
         """Has the server read stored chunks as a whole and compare every slice with its checksum.
 
-        What does not match is set aside there: a miss from then on. A fetch asks for this by itself
-        for chunks that did not match on arrival.
+        HIT: stored and right. What does not match is set aside there: a miss from then on. A fetch
+        asks for this by itself for chunks that did not match on arrival. Every byte is read: it
+        costs the server as much as a fetch, and takes a transfer's place.
+
+        Raises:
+            Overloaded: as many transfers are open as may be.
         """
         request = pb.VerifyRequest(descriptor=descriptor_to_pb(descriptor))
         reply: pb.VerifyReply = await self._answer(

@@ -13,7 +13,7 @@ from kvclient.handle import Handle
 from kvclient.placement import Placement
 from kvclient.planes.base import FetchPlane, Unreachable
 from kvclient.planes.grpc import GrpcFetchPlane, other_reply
-from kvclient.planes.loan import Answers, Loan
+from kvclient.planes.named_connection import FirstRead, NamedConnection
 from kvclient.planes.nixl import NixlFetchPlane
 from kvclient.planes.shm import ShmFetchPlane, planes_for
 from kvclient.planes.tcp import TcpFetchPlane
@@ -156,17 +156,18 @@ class FetchHandle(Handle):
             verdicts[index] = Verdict(ChunkStatus.MISS_CORRUPT, text)
 
     async def _fetch(self, rpcs: Rpcs, planes: Sequence[str]) -> None:
+        choice, region = self._channel.planes, self._placement.region
+        expected = choice.expected(planes)
+        named = NamedConnection(choice.connections, expected, region, self._spans)
         request = pb.FetchRequest(
-            descriptor=descriptor_to_pb(self._descriptor), layers=self._layers, planes=planes
+            descriptor=descriptor_to_pb(self._descriptor),
+            layers=self._layers,
+            planes=planes,
+            kept=named.name(),
         )
-        region = self._placement.region
-        choice = self._channel.planes
-        loan = Loan(choice.connections, choice.expected(planes), region, self._spans)
-        if loan.connection is not None:
-            request.kept.CopyFrom(loan.named())
-        call = Answers(rpcs.fetch(request, timeout=self._time_left_s()))
+        call = FirstRead(rpcs.fetch(request, timeout=self._time_left_s()))
         try:
-            message = await loan.first_answer(call)
+            message = await named.first_reply(call)
             if not isinstance(message, bytes):  # EOF
                 return
             reply = parse(pb.FetchReply, message)
@@ -174,14 +175,14 @@ class FetchHandle(Handle):
                 raise ServerFault("a payload frame came outside the layers that were asked for")
             name = choice.check(planes, reply.head.plane)
             self._took(other_reply(reply, self._session))
-            kept = loan.settle(reply.head)
+            kept = named.taken_by(reply.head)
             plane = self._plane(name, reply.head, kept)
             await plane.receive(call, self._session, self._took)
         finally:
             try:
                 await call.end()
             finally:
-                await loan.end()
+                await named.end()
 
     def _plane(self, name: str, head: pb.FetchHead, kept: DataSocket | None) -> FetchPlane:
         if kept is None and not head.HasField("data"):

@@ -1,8 +1,8 @@
-"""A region's NIXL agent: what makes the region's memory reachable for one-sided writes.
+"""A region's NIXL agent: what makes the region's memory reachable for one-sided copies.
 
-One agent for each region, made at its first fetch over nixl and kept as long as the region. So a
+One agent for each region, made at its first transfer over nixl and kept as long as the region. So a
 region's reachability can be ended for good without touching any other: that is what is left to do
-when a server has died without a word, since its last writes may still be on their way.
+when a server has died without a word, since its last copies may still be on their way.
 """
 
 import os
@@ -14,7 +14,7 @@ from kvserve.nixl_agent import NixlAgent
 
 
 class RegionAgent:
-    """`metadata` is what a server needs to write into the region."""
+    """`metadata` is what a server needs to reach the region."""
 
     def __init__(self, region: Region) -> None:
         """Takes tens of milliseconds; raises what `NixlAgent` and `register` do."""

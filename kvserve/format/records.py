@@ -1,9 +1,12 @@
 """What travels on a data connection: a hello, then records, little-endian. Pure.
 
 ```
-hello    8 bytes magic, 32 bytes secret     client -> server, before every transfer
-region   16 bytes, spans                    client -> server, shm only, after the hello; for nixl:
-                                            `remote_region.py`
+hello    8 bytes magic, 32 bytes secret     client -> server, before every transfer but a fetch
+                                            whose request has named the connection
+region   16 bytes, spans                    client -> server, shm only, after the hello (or in that
+                                            request); for nixl: `remote_region.py`
+first    24 bytes head, `FetchReply`        server -> client, instead of a hello: in that fetch
+reply
 record   24 bytes head, extra, payload      the sender of the payload -> its receiver
 taken    24 bytes head                      server -> client, store over shm or nixl
 ```
@@ -52,7 +55,7 @@ class RecordKind(IntEnum):
     """Its answer: the oldest frame without one is copied, its bytes are the client's again."""
     QUIET = 7
     """Nixl, a transfer that ended early: the last record; nothing is read or written any more."""
-    HEAD = 8
+    FIRST_REPLY = 8
     """Fetch over a connection that the request named: the payload is the first `FetchReply`."""
 
 
@@ -100,9 +103,9 @@ def encode_quiet() -> bytes:
     return _HEAD.pack(RecordKind.QUIET, 0, 0, 0, 0, 0)
 
 
-def encode_head_reply(reply: bytes) -> bytes:
-    """What goes in front of a `FetchReply` with the head."""
-    return _HEAD.pack(RecordKind.HEAD, 0, 0, 0, len(reply), 0)
+def encode_first_reply(reply: bytes) -> bytes:
+    """What goes in front of the first `FetchReply`."""
+    return _HEAD.pack(RecordKind.FIRST_REPLY, 0, 0, 0, len(reply), 0)
 
 
 def decode_head(raw: bytes | bytearray | memoryview) -> RecordHead:

@@ -8,6 +8,7 @@ import pytest
 
 import kvserve.transfer.planes.tcp
 from kvclient import AsyncClient, Descriptor, Region, SharedRegion
+from kvclient.planes import named_connection
 from kvclient.planes.tcp import DataConnections
 from kvserve.data_socket import DataSocket
 from kvserve.errors import DeadlineExceeded, Overloaded, ServerFault, TransferCancelled
@@ -222,8 +223,29 @@ async def test_a_cancel_while_the_server_takes_the_connection_closes_it(
     taking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await taking
-    assert connection.is_closed
+    assert connection not in port._connections
     await fetch(client, descriptor, region)
+
+
+async def test_the_rpc_s_end_may_overtake_the_payload(
+    client: AsyncClient,
+    descriptor: Descriptor,
+    region: Region,
+    opened: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are two streams: on a network the small one is often faster."""
+    await fetch(client, descriptor, region)
+    reply_over = named_connection._reply_over
+
+    async def late(connection: DataSocket) -> object:
+        await asyncio.sleep(0.3)
+        return await reply_over(connection)
+
+    monkeypatch.setattr(named_connection, "_reply_over", late)
+    before = len(opened)
+    await fetch(client, descriptor, region)
+    assert (before, len(kept_of(client))) == (1, 1)
 
 
 class TestTheRequest:
@@ -327,7 +349,7 @@ class TestTheRequest:
     ) -> None:
         await fetch(client, descriptor, region)
         monkeypatch.setattr(
-            kvserve.transfer.planes.tcp, "encode_head_reply", lambda _: encode_finish()
+            kvserve.transfer.planes.tcp, "encode_first_reply", lambda _: encode_finish()
         )
         with pytest.raises(ServerFault, match="began with a record of kind FINISH"):
             await client.fetch(descriptor, region).wait()

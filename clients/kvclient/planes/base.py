@@ -1,7 +1,8 @@
 """What a transfer needs of a way to move bytes; one file per plane implements it.
 
-The rpc is the control path of every plane: the handle opens it, reads the server's first answer,
-which names the plane, and gives both to the plane. Whatever ends a plane early (an error, a cancel,
+The rpc is the control path of every plane: the handle opens it, reads the server's first reply,
+which names the plane (and comes over the data connection if the request has named one), and gives
+both to the plane. Whatever ends a plane early (an error, a cancel,
 the deadline), nothing touches the region once its method has ended.
 """
 

@@ -41,7 +41,7 @@ class PlaneChoice:
         self._is_secured = security is not None
         self._clock = clock
         self._avoided_until: dict[str, float] = {}
-        self._taken = ""
+        self._taken: dict[tuple[str, ...], str] = {}
 
     def __repr__(self) -> str:
         return f"<PlaneChoice {self._plane}, reachable: {', '.join(self._reachable())}>"
@@ -92,13 +92,13 @@ class PlaneChoice:
             raise InvalidRequest(
                 f"plane {' or '.join(planes)} is not there: {self._address} took {taken}"
             )
-        self._taken = taken
+        self._taken[tuple(planes)] = taken
         return taken
 
     def expected(self, planes: Sequence[str]) -> str:
-        """The plane that the server will take: of `planes` the one that it took last, else the best
-        of them."""
-        return self._taken if self._taken in planes else planes[0]
+        """A guess which the server will take: the one that it took of the same last, else the
+        best."""
+        return self._taken.get(tuple(planes), planes[0])
 
     def _fitting(self, region: Region, plane: str) -> Sequence[str]:
         is_shared = isinstance(region, SharedRegion)

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from kvclient.nixl_region import RegionAgent
 from kvclient.planes.base import StoreCall
 from kvclient.planes.nixl import agent_of, poll
-from kvclient.planes.tcp import DataConnections, TcpStorePlane, raise_status
+from kvclient.planes.tcp import DataConnections, TcpStorePlane, raise_status, receive_kind
 from kvclient.region import Region
 from kvserve.data_socket import DataSocket
 from kvserve.errors import KvserveError, ServerFault, ServerUnavailable
 from kvserve.format.frames import FrameHeader
-from kvserve.format.records import HEAD_SIZE_BYTES, RecordKind, decode_head, encode_frame
+from kvserve.format.records import HEAD_SIZE_BYTES, RecordKind, encode_frame
 from kvserve.format.remote_region import encode_remote_region
 from kvserve.v1 import kvserve_pb2 as pb
 
@@ -113,8 +113,7 @@ class NixlStorePlane(TcpStorePlane):
         head = memoryview(bytearray(HEAD_SIZE_BYTES))
         try:
             while not self._is_quiet:
-                await connection.receive([head])
-                kind = decode_head(head).kind
+                kind = await receive_kind(connection, head)
                 if kind is RecordKind.QUIET:
                     self._is_quiet = True
                     raise ServerUnavailable("the server has ended the store")

@@ -26,6 +26,7 @@ from kvclient.planes.tcp import (
     TcpStorePlane,
     finish_fetch,
     raise_status,
+    receive_kind,
     shares,
 )
 from kvclient.region import Region, address_of
@@ -38,7 +39,6 @@ from kvserve.format.records import (
     SPANS_MAX,
     RecordKind,
     RegionHead,
-    decode_head,
     encode_frame,
     encode_region,
 )
@@ -138,8 +138,7 @@ class ShmStorePlane(TcpStorePlane):
 
     async def _take_answer(self) -> None:
         with self._open_connection() as connection:
-            await connection.receive([self._answer])
-            kind = decode_head(self._answer).kind
+            kind = await receive_kind(connection, self._answer)
             if kind is not RecordKind.TAKEN:
                 raise ServerFault(f"a record of kind {kind.name} in a store")
         self._untaken -= 1

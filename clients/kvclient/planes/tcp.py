@@ -11,7 +11,7 @@ quiet.
 import asyncio
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -21,7 +21,7 @@ from kvclient.planes.base import FetchCall, StoreCall, Took, Unreachable
 from kvclient.region import Region
 from kvclient.tls import Security
 from kvserve.data_socket import Buffer, DataSocket
-from kvserve.errors import InvalidRequest, ServerFault, ServerUnavailable
+from kvserve.errors import InvalidRequest, MalformedMessage, ServerFault, ServerUnavailable
 from kvserve.format.frames import FrameHeader
 from kvserve.format.messages import chunk_status
 from kvserve.format.records import (
@@ -64,8 +64,9 @@ class DataConnections:
         Raises:
             Unreachable: the address does not answer at once.
         """
-        connection = self._take(offer.address) or await self._connect(
-            offer.address, plane or _plane_of(offer.address)
+        where = self._resolved(offer.address)
+        connection = self._take(lambda it: it.peer == where) or await self._connect(
+            where, plane or _plane_of(where)
         )
         connection.secret = offer.secret
         try:
@@ -78,21 +79,15 @@ class DataConnections:
             raise
         return connection
 
-    def lend(self, plane: str, region: Region) -> DataSocket | None:
-        """A kept connection that a fetch over `plane` into `region` may name in its request: it
-        then needs no offer and no hello. It is the caller's until `keep`."""
-        now = time.monotonic()
-        for entry in reversed(self._kept):
-            kept_at, connection = entry
-            if connection.is_local != (plane == "shm") or plane not in ("shm", "tcp"):
-                continue
-            if plane == "shm" and not shares(connection, region):
-                continue
-            self._kept.remove(entry)
-            if now - kept_at < _KEPT_S and connection.is_idle():
-                return connection
-            connection.close()
-        return None
+    def take_kept(self, plane: str, region: Region) -> DataSocket | None:
+        """A kept connection that a fetch over `plane` into `region` may name in its request. It is
+        the caller's until `keep`."""
+        if plane not in ("shm", "tcp"):
+            return None
+        is_shared = plane == "shm"
+        return self._take(
+            lambda it: it.is_local == is_shared and (not is_shared or shares(it, region))
+        )
 
     def keep(self, connection: DataSocket) -> None:
         """Its transfer has ended well."""
@@ -108,11 +103,12 @@ class DataConnections:
         for _, connection in kept:
             connection.close()
 
-    def _take(self, address: str) -> DataSocket | None:
+    def _take(self, fits: Callable[[DataSocket], bool]) -> DataSocket | None:
+        """The one of those that was used last, if it is still good."""
         now = time.monotonic()
         for entry in reversed(self._kept):
             kept_at, connection = entry
-            if connection.peer != self._resolved(address):
+            if not fits(connection):
                 continue
             self._kept.remove(entry)
             if now - kept_at < _KEPT_S and connection.is_idle():
@@ -123,8 +119,7 @@ class DataConnections:
     def _resolved(self, address: str) -> str:
         return f"{self._server_host}{address}" if address.startswith(":") else address
 
-    async def _connect(self, address: str, plane: str) -> DataSocket:
-        where = self._resolved(address)
+    async def _connect(self, where: str, plane: str) -> DataSocket:
         refused = "no address"
         try:
             async with asyncio.timeout(_CONNECT_S):
@@ -166,8 +161,13 @@ def shares(connection: DataSocket, region: Region) -> bool:
     return isinstance(connection.memory, ref) and connection.memory() is region
 
 
+def is_local_address(address: str) -> bool:
+    """Whether an offer's address is of this host only."""
+    return address.startswith("unix:")
+
+
 def _plane_of(address: str) -> str:
-    return "shm" if address.startswith("unix:") else "tcp"
+    return "shm" if is_local_address(address) else "tcp"
 
 
 async def _targets(address: str) -> list[tuple[socket.AddressFamily, Any]]:
@@ -240,6 +240,20 @@ async def _take_records(connection: DataSocket, session: FetchSession, took: Too
             raise ServerFault(f"a record of kind {head.kind.name} in a fetch")
         if events:
             took(events)
+
+
+async def receive_kind(connection: DataSocket, raw_head: memoryview) -> RecordKind:
+    """The kind of the server's next record in a store, which is a head and no more.
+
+    Raises:
+        ServerFault: it is of no known kind.
+        ServerUnavailable: the connection has ended.
+    """
+    await connection.receive([raw_head])
+    try:
+        return decode_head(raw_head).kind
+    except MalformedMessage as error:
+        raise ServerFault(str(error)) from error
 
 
 async def raise_status(call: FetchCall | StoreCall) -> None:

@@ -2,9 +2,10 @@
 
 Theory of operation. A transfer that is to move payload over a connection of its own expects one: it
 gets a secret, tells it to its client over gRPC, and waits. Whoever connects has to show such a
-secret at once; it is good for one transfer and for some seconds. After a transfer that ended well
-the connection waits here for the next secret, so that a client that fetches layer by layer connects
-once. After any other end it is closed: its stream may be cut in the middle of a frame.
+secret at once; it is good for one hello and for some seconds. After a transfer that ended well the
+connection is kept: it waits here for the next secret, or for a request that names it by its last
+one, so that a client that fetches layer by layer connects once. After any other end it is closed:
+its stream may be cut in the middle of a frame.
 
 With TLS the handshake comes first, on TCP; within a host (the shm plane) nothing is encrypted.
 

@@ -1,7 +1,7 @@
 """Fetches over nixl, server side: one-sided writes into the client's memory.
 
 The client says where its region is and in which spans the payload goes. A frame is read into a
-registered slot, verified there, and written from there; no thread or copy of the client's is
+registered slot and written from there; no thread or copy of the client's is
 involved. Its head (LANDED) goes out on the data connection once the write has ended, so heads,
 misses and the end keep one order, and the client sleeps until a head is there.
 

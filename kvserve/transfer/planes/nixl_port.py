@@ -1,11 +1,11 @@
 """What the nixl plane of one server shares: the agent, staging memory, who can be reached.
 
-Theory of operation. Frames are checked in slots of memory that is registered once. A copy goes
-from a slot into a client's region (fetch) or from there into a slot (store), without the client's
-doing. NIXL tells nothing by itself: while copies are in flight one task asks for their states, at
-first each turn of the loop, later once in a millisecond. With nothing in flight NIXL is asked once
-in a second, and not at all where no client is known: what UCX keeps of a client that was killed
-(its sockets) goes only then.
+Theory of operation. Frames lie in slots of memory that is registered once. A copy goes from a slot
+into a client's region (fetch) or from there into a slot (store), without the client's doing. NIXL
+tells nothing by itself: while copies are in flight one task asks for their states, at first each
+turn of the loop, later once in a millisecond. With nothing in flight NIXL is asked once in a
+second, and not at all where no client is known: what UCX keeps of a client that was killed (its
+sockets) goes only then.
 
 A copy cannot be taken back. A transfer that ends early hands its connection and what it has in
 flight to `retire`, which tells the client once all of it has ended: then the region is quiet (T6).

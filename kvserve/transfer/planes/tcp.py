@@ -5,7 +5,8 @@ there to the kernel in one call with its head; a store's comes from the kernel i
 Python copies no payload, and neither does anything between Python and the kernel.
 
 The rpc stays the control path: what a transfer answers besides frames and misses, and how it ends,
-is there. A transfer that moves no payload (all misses, everything known) has no data connection.
+is there; but the first reply of a fetch whose request names a connection comes over that. A
+transfer that moves no payload (all misses, everything known) has no data connection.
 """
 
 from collections.abc import AsyncIterator
@@ -22,8 +23,8 @@ from kvserve.format.records import (
     RecordHead,
     RecordKind,
     decode_head,
+    encode_first_reply,
     encode_frame,
-    encode_head_reply,
     encode_miss,
 )
 from kvserve.model import ChunkStatus, Verdict
@@ -77,7 +78,8 @@ class TcpFrame:
 
 
 class TcpFetchPlane(Connected):
-    """Implements `FetchPlane`; the head goes through `write`, as one serialized `FetchReply`."""
+    """Implements `FetchPlane`; the head goes through `write`, as one serialized `FetchReply`, or
+    over the connection that the request has named."""
 
     name = "tcp"
 
@@ -94,7 +96,7 @@ class TcpFetchPlane(Connected):
             assert self._connection is not None, "it was taken"
             # Not by the rpc: grpcio's threads may come to it only after some frames.
             reply = fetch_head(verdicts, self.name, None)
-            await self._connection.send((encode_head_reply(reply), reply))
+            await self._connection.send((encode_first_reply(reply), reply))
             return
         with self._port.expect() as expected:
             await self._write(fetch_head(verdicts, self.name, self._offer(expected)))

@@ -121,5 +121,6 @@ def test_the_plane_that_was_taken_last_is_expected_again() -> None:
     choice.check(["nixl", "tcp", "grpc"], "tcp")
     assert choice.expected(["nixl", "tcp", "grpc"]) == "tcp"
     assert choice.expected(["shm", "grpc"]) == "shm"
-    choice.check(["grpc"], "")
-    assert choice.expected(["nixl", "grpc"]) == "grpc"
+    choice.check(["shm", "grpc"], "")
+    assert choice.expected(["shm", "grpc"]) == "grpc"
+    assert choice.expected(["nixl", "tcp", "grpc"]) == "tcp"
