@@ -14,6 +14,7 @@ class TestMine(FileSystemContract):
 tested each by itself and a pair of opposite mistakes cannot cancel out.
 """
 
+import errno
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -90,7 +91,12 @@ class FileSystemContract(ABC):
 
     def test_a_link_to_itself_is_no_file(self, fs: FileSystem, tree: str) -> None:
         loop = f"{tree}/loop"
-        os.symlink(loop, loop)
+        try:
+            os.symlink(loop, loop)
+        except OSError as error:
+            if error.errno != errno.ENOSYS:
+                raise
+            pytest.skip("this file system has no symbolic links")
         assert fs.open_read(loop) is None
         assert fs.stat(loop) is None
         assert not fs.touch(loop, 1.0)
