@@ -25,8 +25,8 @@ _MODULES: Final = ("nixl_cu12", "nixl_cu13")
 """One for each CUDA version; on a machine without CUDA they are alike."""
 _BACKEND: Final = "UCX"
 HOW_TO_INSTALL: Final = (
-    "the package nixl-cu12 is not installed: pip install 'kvserve[nixl]' (without CUDA: "
-    "pip install --no-deps nixl-cu12, and numpy)"
+    "the package nixl-cu12 is not installed: pip install 'PATH/TO/kvserve[nixl]' "
+    "(without CUDA: pip install --no-deps nixl-cu12, and numpy)"
 )
 _of_another_process: list[object] = []
 

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, nullcontext
+from typing import Final
 
 from kvserve.config import LimitsConfig
 from kvserve.errors import InvalidRequest, Overloaded
@@ -24,6 +25,8 @@ from kvserve.transfer.staging import Staging
 from kvserve.transfer.step_reads import ReadPace
 from kvserve.transfer.turns import Turns
 from kvserve.transfers import Transfers
+
+_VERIFIES_MAX: Final = 4
 
 
 class Service:
@@ -49,6 +52,7 @@ class Service:
         self._lease_ttl_s_max = lease_ttl_s_max
         self._open_transfers = 0
         self._open_lookups = 0
+        self._open_verifies = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._turns = Turns()
@@ -125,7 +129,20 @@ class Service:
         )
 
     async def verify(self, where: ChunkLocations) -> list[Verdict]:
-        """Whether the chunks are stored and right; it costs as much as a transfer."""
+        """Whether the chunks are stored and right; it costs as much as a transfer.
+
+        Raises:
+            Overloaded: some are under way; they must not take the threads from transfers.
+        """
+        if self._open_verifies >= _VERIFIES_MAX:
+            raise Overloaded(f"{self._open_verifies} Verify are under way; retry", retry_after_s=1)
+        self._open_verifies += 1
+        try:
+            return await self._verify(where)
+        finally:
+            self._open_verifies -= 1
+
+    async def _verify(self, where: ChunkLocations) -> list[Verdict]:
         with self._admitted():
             verdicts = await self._lookups.verify(where)
             self._metrics.answered("verify", verdicts)

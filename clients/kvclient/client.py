@@ -179,7 +179,7 @@ class AsyncClient:
         costs the server as much as a fetch, and takes a transfer's place.
 
         Raises:
-            Overloaded: as many transfers are open as may be.
+            Overloaded: four are under way at the server, or too many transfers.
         """
         request = pb.VerifyRequest(descriptor=descriptor_to_pb(descriptor))
         reply: pb.VerifyReply = await self._answer(

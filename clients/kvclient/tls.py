@@ -80,8 +80,9 @@ class Security:
             )
         if "CERTIFICATE_VERIFY_FAILED" in details:
             return (
-                "the server's certificate is not signed by who is trusted here: "
-                f"root_certificates_file is {tls.root_certificates_file or 'the system`s'}"
+                "the server's certificate is not signed by a CA that is trusted here ("
+                f"{tls.root_certificates_file or 'those of the system'}): name the CA's file, "
+                'Tls("ca.pem") or --tls-ca'
             )
         if "Hostname Verification" in details:
             return f"the server's certificate is not for {self._server_name!r}: set server_name"

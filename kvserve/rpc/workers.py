@@ -24,6 +24,7 @@ from typing import Any
 
 from kvserve.config import Config
 from kvserve.errors import InvalidRequest, KvserveError, ServerFault
+from kvserve.rpc.listening import why_not_bound
 
 log = logging.getLogger(__name__)
 
@@ -237,6 +238,7 @@ def held_port_blocking(listen: str) -> Iterator[str]:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind(address)
     except OSError as error:
-        raise InvalidRequest(f"cannot listen on {listen}: {error}") from error
+        why = why_not_bound(listen) or str(error)
+        raise InvalidRequest(f"cannot listen on {listen} (server.listen): {why}") from error
     with held:
         yield f"{host}:{held.getsockname()[1]}"

@@ -184,7 +184,10 @@ BAD_STARTS = {
         ["--root", "{tmp}", "--workers", "2", "--listen", "{taken}"],
         "cannot listen on 127.0.0.1:",
     ),
-    "root is a file, workers": (["--root", __file__, "--workers", "2"], "is no directory"),
+    "root is a file, workers": (
+        ["--root", __file__, "--workers", "2", "--listen", "127.0.0.1:0"],
+        "is no directory",
+    ),
     "workers on a unix socket": (
         ["--root", "{tmp}", "--workers", "2", "--listen", "unix:{tmp}/socket"],
         "listen on HOST:PORT with workers above 1",

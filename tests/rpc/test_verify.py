@@ -6,19 +6,20 @@ T5 end to end: rot is a miss for its chunk only, the file is set aside, a put he
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 import kvserve.transfer.fetch_pump
 from kvclient import AsyncClient, ChunkStatus, Descriptor, FetchResult, Region, SharedRegion
-from kvserve.errors import StorageUnavailable
+from kvserve.errors import Overloaded, StorageUnavailable
 from kvserve.format.chunk_file import pack_checksums
 from kvserve.model import Verdict
 from kvserve.rpc.server import Server
 from kvserve.service import Service
 from kvserve.store.locations import ChunkLocations
+from kvserve.testing.faulty_fs import FaultyFileSystem
 from tests.payload import payload_for, small_descriptor, store_all
 
 HIT, CORRUPT, ABSENT = ChunkStatus.HIT, ChunkStatus.MISS_CORRUPT, ChunkStatus.MISS_ABSENT
@@ -202,3 +203,31 @@ class TestTheCall:
         rot(root, descriptor, 1)
         found = await client.verify(descriptor)
         assert [it.status for it in found.verdicts] == [HIT, CORRUPT]
+
+    async def test_a_few_at_once_and_the_others_are_told_to_retry(
+        self, server: Server, client: AsyncClient, descriptor: Descriptor
+    ) -> None:
+        """They must not take the threads, or the places, of transfers."""
+        found = await asyncio.gather(
+            *(client.verify(descriptor) for _ in range(40)), return_exceptions=True
+        )
+        refused = [it for it in found if isinstance(it, Overloaded)]
+        good = [it for it in found if not isinstance(it, BaseException)]
+        assert len(refused) + len(good) == 40
+        assert refused
+        assert all(it.prefix_chunks == CHUNKS for it in good)
+        assert len(good) >= 4
+        assert (await client.verify(descriptor)).prefix_chunks == CHUNKS
+
+    async def test_one_that_hangs_condemns_no_chunk(
+        self, descriptor: Descriptor, start_server: Callable[..., Awaitable[Server]]
+    ) -> None:
+        fs = FaultyFileSystem()
+        server = await start_server(fs, store={"io_timeout_s": 0.3})
+        async with AsyncClient(server.address, timeout_s=20) as client:
+            fs.hang(descriptor.chunk_hashes[BAD].hex(), ["read_into"], for_s=1)
+            found = await client.verify(descriptor)
+            statuses = [it.status for it in found.verdicts]
+            assert statuses == [HIT, HIT, ChunkStatus.MISS_TIMEOUT, HIT, HIT]
+            assert (await client.lookup(descriptor)).prefix_chunks == CHUNKS
+        fs.heal()
