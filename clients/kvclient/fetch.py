@@ -171,8 +171,8 @@ class FetchHandle(Handle):
             if not isinstance(message, bytes):  # EOF
                 return
             reply = parse(pb.FetchReply, message)
-            if reply.WhichOneof("message") == "payload":
-                raise ServerFault("a payload frame came outside the layers that were asked for")
+            if (kind := reply.WhichOneof("message")) != "head":
+                raise ServerFault(f"a fetch began with a reply of kind {kind}")
             name = choice.check(planes, reply.head.plane)
             self._took(other_reply(reply, self._session))
             kept = named.taken_by(reply.head)
