@@ -55,7 +55,7 @@ def test_finish() -> None:
     assert decode_head(encode_finish()).kind is RecordKind.FINISH
 
 
-@pytest.mark.parametrize("kind", [0, 8, 255])
+@pytest.mark.parametrize("kind", [0, 9, 255])
 def test_unknown_kinds(kind: int) -> None:
     with pytest.raises(MalformedMessage, match=f"unknown kind {kind}"):
         decode_head(bytes([kind]) + encode_finish()[1:])
