@@ -341,7 +341,8 @@ async def test_bytes_that_changed_on_the_way_are_a_miss(stub: StubServer) -> Non
 
 BROKEN_SERVERS = {
     "another layer": ([hits(2), frame(b"x" * 8192, 1, 0)], "layer 1 came, layer 0 was next"),
-    "no head": ([frame(b"x" * 8192, 0, 0)], "outside the layers"),
+    "no head": ([frame(b"x" * 8192, 0, 0)], "began with a reply of kind payload"),
+    "an empty reply": ([b""], "began with a reply of kind None"),
     "two heads": ([hits(2), hits(2)], "two heads"),
     "head of wrong size": ([hits(3)], "3 chunk statuses came for 2 chunks"),
     "ends early": ([hits(2), frame(b"x" * 8192, 0, 0)], "ended the stream before the last layer"),
