@@ -14,13 +14,13 @@ from typing import Any
 
 import grpc
 
+from kvclient.planes.base import StoreCall
+
 _STATUS_S = 1.0
 """The status comes in the same breath; else grpc's own must do."""
 
-WritingCall = grpc.aio.StreamStreamCall[bytes, bytes]
 
-
-async def write(call: WritingCall, message: bytes) -> None:
+async def write(call: StoreCall, message: bytes) -> None:
     """`call.write(message)`; raises the server's status if it has ended the call with one."""
     try:
         await _written(call, call.write(message))
@@ -31,7 +31,7 @@ async def write(call: WritingCall, message: bytes) -> None:
 
 
 @coroutine
-def _written(call: WritingCall, step: Coroutine[Any, Any, None]) -> Generator[Any, Any, None]:
+def _written(call: StoreCall, step: Coroutine[Any, Any, None]) -> Generator[Any, Any, None]:
     """Runs `step`, which is grpc's; what goes wrong with what it waits for is raised here first."""
     try:
         waited = step.send(None)
@@ -53,7 +53,7 @@ def _written(call: WritingCall, step: Coroutine[Any, Any, None]) -> Generator[An
         step.close()
 
 
-async def _ended(call: WritingCall) -> None:
+async def _ended(call: StoreCall) -> None:
     ended = asyncio.Event()
     call.add_done_callback(lambda _: ended.set())
     with suppress(TimeoutError):

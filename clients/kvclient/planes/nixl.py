@@ -13,12 +13,13 @@ host that has ended cannot write either. One that hangs holds the cancel.
 """
 
 import asyncio
+from collections.abc import Sequence
 
 from kvclient.fetch_session import FetchSession
 from kvclient.nixl_region import RegionAgent, region_agent_blocking
 from kvclient.planes.base import FetchCall, Took, Unreachable
-from kvclient.planes.shm import RegionFetch
-from kvclient.planes.tcp import raise_status
+from kvclient.planes.outlast import outlast
+from kvclient.planes.tcp import DataConnections, raise_status
 from kvclient.region import Region
 from kvserve.data_socket import DataSocket
 from kvserve.errors import InvalidRequest, MalformedMessage, ServerFault, ServerUnavailable
@@ -33,12 +34,25 @@ from kvserve.format.records import (
 )
 from kvserve.format.remote_region import encode_remote_region
 from kvserve.model import Verdict
+from kvserve.v1 import kvserve_pb2 as pb
 
 _POLL_S = 0.001
 
 
-class NixlFetchPlane(RegionFetch):
+class NixlFetchPlane:
     """Implements `FetchPlane`."""
+
+    def __init__(
+        self,
+        connections: DataConnections,
+        offer: pb.DataOffer,
+        region: Region,
+        spans: Sequence[tuple[int, int]],
+    ) -> None:
+        self._connections = connections
+        self._offer = offer
+        self._region = region
+        self._spans = spans
 
     async def receive(self, call: FetchCall, session: FetchSession, took: Took) -> None:
         agent = await agent_of(self._region)
@@ -156,22 +170,21 @@ async def poll(agent: RegionAgent) -> None:
 async def _until_quiet(
     connection: DataSocket, records: Records, reading: "asyncio.Task[None]", agent: RegionAgent
 ) -> None:
-    """Waits for the server's word or end, however often the task is cancelled meanwhile."""
-    cancelled: asyncio.CancelledError | None = None
+    """Waits for the server's word or end."""
+
+    async def is_over() -> bool:
+        nonlocal reading
+        await asyncio.wait([reading])
+        reading.exception()  # it is why the fetch ends, or nobody waits for it
+        if not records.is_over:
+            reading = asyncio.create_task(records.read())
+        return records.is_over
+
     records.give_up()
     connection.finish_sending()
-    while True:
-        try:
-            await asyncio.wait([reading])
-        except asyncio.CancelledError as error:
-            cancelled = error
-            continue
-        reading.exception()  # it is why the fetch ends, or nobody waits for it
-        if records.is_over:
-            break
-        reading = asyncio.create_task(records.read())
-    if not records.is_quiet:
-        agent.close()
-    connection.close()
-    if cancelled is not None:
-        raise cancelled
+    try:
+        await outlast(is_over)
+    finally:
+        if not records.is_quiet:
+            agent.close()
+        connection.close()

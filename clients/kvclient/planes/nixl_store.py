@@ -17,22 +17,21 @@ from collections.abc import Sequence
 from kvclient.nixl_region import RegionAgent
 from kvclient.planes.base import StoreCall
 from kvclient.planes.nixl import agent_of, poll
-from kvclient.planes.tcp import DataConnections, TcpStorePlane, raise_status, receive_kind
+from kvclient.planes.outlast import outlast
+from kvclient.planes.region_store import UNTAKEN_MAX, RegionStorePlane
+from kvclient.planes.tcp import DataConnections, raise_status, receive_kind
 from kvclient.region import Region
 from kvserve.data_socket import DataSocket
 from kvserve.errors import KvserveError, ServerFault, ServerUnavailable
 from kvserve.format.frames import FrameHeader
-from kvserve.format.records import HEAD_SIZE_BYTES, RecordKind, encode_frame
+from kvserve.format.records import HEAD_SIZE_BYTES, RecordKind
 from kvserve.format.remote_region import encode_remote_region
 from kvserve.v1 import kvserve_pb2 as pb
 
-# More than a server reads before it waits for its storage; few enough that neither side's answers
-# fill a socket that the other does not read.
-_UNTAKEN_MAX = 32
 _QUIET_S = 3.0
 
 
-class NixlStorePlane(TcpStorePlane):
+class NixlStorePlane(RegionStorePlane):
     """Implements `StorePlane`."""
 
     def __init__(
@@ -43,13 +42,10 @@ class NixlStorePlane(TcpStorePlane):
         region: Region,
         spans: Sequence[tuple[int, int]],
     ) -> None:
-        super().__init__(call, connections, offer)
-        self._region = region
-        self._spans = spans
-        self._untaken = 0
+        super().__init__(call, connections, offer, region, spans)
         self._is_quiet = False
         self._error: tuple[type[KvserveError], str] | None = None
-        # Set whenever one of the three above has changed.
+        # Set whenever one of these, or the number of frames that are not taken, has changed.
         self._news = asyncio.Event()
         self._agent: RegionAgent | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -67,13 +63,11 @@ class NixlStorePlane(TcpStorePlane):
         self._reading = asyncio.create_task(self._read(connection))
 
     async def send(self, header: FrameHeader, views: Sequence[memoryview]) -> None:
-        await self._until_untaken(_UNTAKEN_MAX - 1)
-        size_bytes = sum(map(len, views))
-        self._untaken += 1
+        await self._until_untaken(UNTAKEN_MAX - 1)
         if self._polling is None:
             assert self._agent is not None, "not open"
             self._polling = asyncio.create_task(self._poll(self._agent))
-        await self._send((encode_frame(header, size_bytes, RecordKind.OFFERED),))
+        await self._offer_frame(header, views)
 
     async def settle(self) -> None:
         await self._until_untaken(0)
@@ -141,8 +135,7 @@ class NixlStorePlane(TcpStorePlane):
         await asyncio.wait([self._reading])
 
     async def _until_quiet(self, connection: DataSocket) -> None:
-        """Waits for the server's word or end, however often the task is cancelled meanwhile."""
-        cancelled: asyncio.CancelledError | None = None
+        """Waits for the server's word or end, for a while."""
         assert self._agent is not None, "there is a connection"
         connection.finish_sending()
         if self._polling is None or self._polling.done():
@@ -150,14 +143,15 @@ class NixlStorePlane(TcpStorePlane):
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + _QUIET_S
         reading = self._reading or asyncio.create_task(self._read(connection))
-        while not reading.done() and (left_s := ends_at - loop.time()) > 0:
-            try:
-                await asyncio.wait([reading], timeout=left_s)
-            except asyncio.CancelledError as error:
-                cancelled = error
-        reading.cancel()
-        connection.close()
-        if not self._is_quiet:
-            self._agent.close()
-        if cancelled is not None:
-            raise cancelled
+
+        async def is_over() -> bool:
+            await asyncio.wait([reading], timeout=max(0.0, ends_at - loop.time()))
+            return reading.done() or loop.time() >= ends_at
+
+        try:
+            await outlast(is_over)
+        finally:
+            reading.cancel()
+            connection.close()
+            if not self._is_quiet:
+                self._agent.close()

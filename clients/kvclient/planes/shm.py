@@ -14,17 +14,16 @@ no byte of the region, and what it reads is published by nobody, since the end o
 came.
 """
 
-import asyncio
 from collections.abc import Sequence
 from weakref import ref
 
-from kvclient.fetch_session import FetchSession
 from kvclient.placement import Placement
-from kvclient.planes.base import FetchCall, StoreCall, Took
+from kvclient.planes.base import FetchCall
+from kvclient.planes.outlast import outlast
+from kvclient.planes.region_store import UNTAKEN_MAX, RegionStorePlane
 from kvclient.planes.tcp import (
     DataConnections,
-    TcpStorePlane,
-    finish_fetch,
+    TcpFetchPlane,
     raise_status,
     receive_kind,
     shares,
@@ -39,36 +38,16 @@ from kvserve.format.records import (
     SPANS_MAX,
     RecordKind,
     RegionHead,
-    encode_frame,
     encode_region,
 )
 from kvserve.model import Descriptor, Span
 from kvserve.v1 import kvserve_pb2 as pb
 
 _DRAIN_BYTES = 64 << 10
-# More than a server copies before it waits for its storage; few enough that neither side's answers
-# fill a socket that the other does not read.
-_UNTAKEN_MAX = 32
 _NEED_SPANS = frozenset({"shm", "nixl"})
 
 
-class RegionFetch:
-    """A fetch whose payload the server puts into the region: at `spans`, one after another."""
-
-    def __init__(
-        self,
-        connections: DataConnections,
-        offer: pb.DataOffer,
-        region: Region,
-        spans: Sequence[tuple[int, int]],
-    ) -> None:
-        self._connections = connections
-        self._offer = offer
-        self._region = region
-        self._spans = spans
-
-
-class ShmFetchPlane(RegionFetch):
+class ShmFetchPlane(TcpFetchPlane):
     """Implements `FetchPlane`. `kept`: as for tcp; the request has told where the payload is."""
 
     def __init__(
@@ -80,44 +59,24 @@ class ShmFetchPlane(RegionFetch):
         *,
         kept: DataSocket | None,
     ) -> None:
-        super().__init__(connections, offer, region, spans)
-        self._kept = kept
-
-    async def receive(self, call: FetchCall, session: FetchSession, took: Took) -> None:
-        connection = self._kept or await self._connections.open(self._offer)
-        is_clean = False
-        try:
-            if self._kept is None:
-                await _share(connection, self._region, self._spans)
-            await finish_fetch(connection, call, session, took)
-            is_clean = True
-        finally:
-            if is_clean:
-                self._connections.keep(connection)
-            else:
-                call.cancel()
-                await until_quiet(connection)
-
-
-class ShmStorePlane(TcpStorePlane):
-    """Implements `StorePlane`. The server says of each frame when it has copied it."""
-
-    def __init__(
-        self,
-        call: StoreCall,
-        connections: DataConnections,
-        offer: pb.DataOffer,
-        region: Region,
-        spans: Sequence[tuple[int, int]],
-    ) -> None:
-        super().__init__(call, connections, offer)
+        super().__init__(connections, offer, kept)
         self._region = region
         self._spans = spans
-        self._untaken = 0
-        self._answer = memoryview(bytearray(HEAD_SIZE_BYTES))
+
+    async def _begin(self, connection: DataSocket) -> None:
+        await _share(connection, self._region, self._spans)
+
+    async def _end_early(self, connection: DataSocket, call: FetchCall) -> None:
+        call.cancel()
+        await until_quiet(connection)
+
+
+class ShmStorePlane(RegionStorePlane):
+    """Implements `StorePlane`."""
 
     async def open(self) -> None:
         await super().open()
+        self._answer = memoryview(bytearray(HEAD_SIZE_BYTES))
         try:
             with self._open_connection() as connection:
                 await _share(connection, self._region, self._spans)
@@ -126,10 +85,8 @@ class ShmStorePlane(TcpStorePlane):
             raise
 
     async def send(self, header: FrameHeader, views: Sequence[memoryview]) -> None:
-        size_bytes = sum(map(len, views))
-        await self._send((encode_frame(header, size_bytes, RecordKind.OFFERED),))
-        self._untaken += 1
-        if self._untaken >= _UNTAKEN_MAX:
+        await self._offer_frame(header, views)
+        if self._untaken >= UNTAKEN_MAX:
             await self._take_answer()
 
     async def settle(self) -> None:
@@ -156,20 +113,21 @@ async def _share(connection: DataSocket, region: Region, spans: Sequence[tuple[i
 
 
 async def until_quiet(connection: DataSocket) -> None:
-    """Waits for the server's close, however often the task is cancelled meanwhile."""
-    cancelled: asyncio.CancelledError | None = None
+    """Waits for the server's close."""
     rest = memoryview(bytearray(_DRAIN_BYTES))
-    connection.finish_sending()
-    while True:
+
+    async def is_closed() -> bool:
         try:
             await connection.receive([rest])
         except ServerUnavailable:
-            break
-        except asyncio.CancelledError as error:
-            cancelled = error
-    connection.close()
-    if cancelled is not None:
-        raise cancelled
+            return True
+        return False
+
+    connection.finish_sending()
+    try:
+        await outlast(is_closed)
+    finally:
+        connection.close()
 
 
 def planes_for(

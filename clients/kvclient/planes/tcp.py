@@ -196,13 +196,22 @@ class TcpFetchPlane:
         connection = self._kept or await self._connections.open(self._offer)
         is_clean = False
         try:
+            if self._kept is None:
+                await self._begin(connection)
             await finish_fetch(connection, call, session, took)
             is_clean = True
         finally:
             if is_clean:
                 self._connections.keep(connection)
             else:
-                connection.close()
+                await self._end_early(connection, call)
+
+    async def _begin(self, connection: DataSocket) -> None:
+        """What comes right after a hello."""
+
+    async def _end_early(self, connection: DataSocket, call: FetchCall) -> None:
+        """Makes the region quiet."""
+        connection.close()
 
 
 async def finish_fetch(
