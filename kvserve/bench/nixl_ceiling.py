@@ -4,12 +4,12 @@ import os
 import socket
 from time import perf_counter
 from types import TracebackType
-from typing import Self
 
 from kvclient.region import address_of
 from kvserve.bench.child import Child
 from kvserve.bench.nixl_ceiling_server import READY, Target, bare_agent
-from kvserve.bench.rounds import Case, Timing
+from kvserve.bench.rounds import Timing
+from kvserve.bench.socket_case import SocketCase
 from kvserve.bench.tcp_ceiling import opening_for
 from kvserve.bench.unit import WorkUnit
 from kvserve.errors import ServerFault
@@ -23,14 +23,13 @@ def nixl_ceiling_server() -> Child:
     return Child("kvserve.bench.nixl_ceiling_server")
 
 
-class NixlRead(Case):
+class NixlRead(SocketCase):
     """The server writes into the client's memory: from files, or constant bytes without them."""
-
-    requests = 1
 
     def __init__(
         self, server: Child, unit: WorkUnit, region: memoryview, files: ChunkLocations | None
     ) -> None:
+        super().__init__(socket.create_connection(("127.0.0.1", int(server.hello["port"]))))
         self.name = "nixl_constant" if files is None else "nixl_files"
         self.label = "bare nixl, constant bytes" if files is None else "bare nixl, same files"
         self.server_pid = server.pid
@@ -42,7 +41,6 @@ class NixlRead(Case):
             [(address, len(region), 0, "")], "DRAM", ["UCX"]
         )
         metadata = self._agent.get_agent_metadata().hex()
-        self._socket = socket.create_connection(("127.0.0.1", int(server.hello["port"])))
         self._socket.sendall(Target(metadata, address, opening_for(unit, files)).encode())
         if self._socket.recv(len(READY), socket.MSG_WAITALL) != READY:
             raise ServerFault("the bare server of NIXL does not work")
@@ -63,14 +61,11 @@ class NixlRead(Case):
                 first_layer_s = perf_counter() - started
         return Timing(perf_counter() - started, first_layer_s)
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._socket.close()
+        super().__exit__(kind, error, traceback)
         self._agent.deregister_memory(self._registered, ["UCX"])

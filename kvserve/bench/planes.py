@@ -1,8 +1,8 @@
 """`kvserve bench planes`: one prefix from page cache into a region, over each plane.
 
 Beside them, for each plane what a bare loop of Python does: the same reads from the same files and
-the same way to the client, and nothing else. And constant bytes over TCP and NIXL. All that needs
-NIXL is left out where it is not installed.
+the same way to the client, and nothing else. And what its transport does alone, with constant
+bytes. All that needs NIXL is left out where it is not installed.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,9 @@ from typing import Any
 from kvclient import AsyncClient, Region, SharedRegion
 from kvclient.planes.base import PLANES
 from kvserve import nixl_agent
+from kvserve.bench.ceilings import Memcpy
 from kvserve.bench.fetch import FetchByLayer, FetchStream, check_bytes
-from kvserve.bench.grpc_ceiling import CeilingClient, ceiling_server
+from kvserve.bench.grpc_ceiling import CeilingClient, GrpcRead, ceiling_server
 from kvserve.bench.grpc_files import GrpcReadFiles
 from kvserve.bench.nixl_ceiling import NixlRead, nixl_ceiling_server
 from kvserve.bench.report import (
@@ -44,9 +45,9 @@ GEOMETRIES = {
 """About 128 MiB each. `mla`: DeepSeek-V3's 61 layers, 16 tokens of 576 values in bfloat16."""
 _SERIES = 0
 _MEASURED = [plane for plane in PLANES if plane != "nixl" or nixl_agent.is_installed()]
-_CONSTANT = [plane for plane in ("tcp", "nixl") if plane in _MEASURED]
-# Of each plane: with one request, by layer, and the bare loop. Bytes of all these are checked.
-_CASES, _OTHER_STEPS = 3 * len(_MEASURED) + len(_CONSTANT), 1 + 3 * len(_MEASURED)
+# Of each plane: with one request, by layer, the bare loop, and the transport alone. Bytes of all
+# but the last are checked.
+_CASES, _OTHER_STEPS = 4 * len(_MEASURED), 1 + 3 * len(_MEASURED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ async def bench_planes(settings: Settings, step: Step) -> TransferReport:
             step(f"checking the bytes: {case.label}")
             is_shared = case.name.endswith("_shm") or case.name.startswith("shm_")
             await check_bytes(case, unit, shared.view if is_shared else region)
-        cases = [*ours, *bare, *_constant(stack, unit, region)]
+        cases = [*ours, *bare, *await _transports(stack, unit, region)]
         samples = await run_rounds(cases, repeats=settings.repeats, warm_ups=WARM_UPS, step=step)
     rows = summarise(cases, samples, unit.size_bytes)
     return TransferReport(
@@ -162,11 +163,19 @@ async def _bare_loops(
     return loops
 
 
-def _constant(stack: AsyncExitStack, unit: WorkUnit, region: memoryview) -> list[Case]:
-    """The same bytes again and again, from no file: `tcp_constant`, `nixl_constant`."""
+async def _transports(stack: AsyncExitStack, unit: WorkUnit, region: memoryview) -> Sequence[Case]:
+    """What each plane's transport does alone, with the same bytes again and again from no file:
+    `memcpy` (shm), `tcp_constant`, `grpc`, `nixl_constant`."""
     over_tcp = stack.enter_context(tcp_ceiling_server())
-    cases: list[Case] = [stack.enter_context(TcpRead(over_tcp, unit, region, None))]
-    if "nixl" in _CONSTANT:
+    over_grpc = await stack.enter_async_context(
+        CeilingClient(stack.enter_context(ceiling_server()))
+    )
+    cases: list[Case] = [
+        Memcpy(unit, region),
+        stack.enter_context(TcpRead(over_tcp, unit, region, None)),
+        GrpcRead(over_grpc, unit),
+    ]
+    if "nixl" in _MEASURED:
         over_nixl = stack.enter_context(nixl_ceiling_server())
         cases.append(stack.enter_context(NixlRead(over_nixl, unit, region, None)))
     return cases

@@ -2,13 +2,12 @@
 
 import socket
 from time import perf_counter
-from types import TracebackType
-from typing import Self
 
 from kvclient import SharedRegion
 from kvserve.bench.child import Child
-from kvserve.bench.rounds import Case, Timing
+from kvserve.bench.rounds import Timing
 from kvserve.bench.shm_ceiling_server import EVENT, MEMORY_SIZE
+from kvserve.bench.socket_case import SocketCase
 from kvserve.bench.tcp_ceiling import opening_for
 from kvserve.bench.unit import WorkUnit
 from kvserve.errors import ServerFault
@@ -20,20 +19,19 @@ def shm_ceiling_server() -> Child:
     return Child("kvserve.bench.shm_ceiling_server")
 
 
-class ShmRead(Case):
+class ShmRead(SocketCase):
     """The server reads the files straight into the client's memory."""
 
     name = "shm_files"
     label = "bare shm, same files"
-    requests = 1
 
     def __init__(
         self, server: Child, unit: WorkUnit, region: SharedRegion, files: ChunkLocations
     ) -> None:
+        super().__init__(socket.socket(socket.AF_UNIX))
         self.server_pid = server.pid
         self._unit = unit
         self._opening = opening_for(unit, files).encode()
-        self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(f"\0{server.hello['name']}")
         socket.send_fds(self._socket, [MEMORY_SIZE.pack(unit.size_bytes)], [region.fd])
 
@@ -51,14 +49,3 @@ class ShmRead(Case):
             if not first_layer_s and landed >= unit.chunk_count:
                 first_layer_s = perf_counter() - started
         return Timing(perf_counter() - started, first_layer_s)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._socket.close()

@@ -1,7 +1,7 @@
 """Reports for people: rich tables of at most 80 columns and one line for each bar."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
@@ -11,6 +11,9 @@ from kvserve.bench.lookup import LookupReport
 from kvserve.bench.metadata import MetadataReport
 from kvserve.bench.planes import GeometriesReport
 from kvserve.bench.report import Bar, CaseReport, ProcessReport, TransferReport, mib
+
+_RATIOS_MAX: Final = 4
+"""Ceilings that have a column; the JSON has the ratios to all."""
 
 
 def print_transfer(console: Console, report: TransferReport) -> None:
@@ -116,7 +119,7 @@ def print_concurrency(console: Console, report: ConcurrencyReport) -> None:
 
 
 def _speed_table(cases: Sequence[CaseReport]) -> Table:
-    ceilings = [case.name for case in cases if case.is_ceiling]
+    ceilings = [case.name for case in cases if case.is_ceiling][:_RATIOS_MAX]
     of_ceilings = ["of\n" + name.replace("_", "\n") for name in ceilings]
     table = _table("", "GB/s\nmedian", "\nbest", "layer 0\nms", "re-\nquests", *of_ceilings)
     for case in cases:

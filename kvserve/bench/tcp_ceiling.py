@@ -2,12 +2,11 @@
 
 import socket
 from time import perf_counter
-from types import TracebackType
-from typing import Self
 
 from kvserve.bench.child import Child
 from kvserve.bench.grpc_ceiling import frame_size_bytes
-from kvserve.bench.rounds import Case, Timing
+from kvserve.bench.rounds import Timing
+from kvserve.bench.socket_case import SocketCase
 from kvserve.bench.tcp_ceiling_server import Opening
 from kvserve.bench.unit import WorkUnit
 from kvserve.errors import ServerFault
@@ -31,14 +30,13 @@ def opening_for(unit: WorkUnit, files: ChunkLocations | None) -> Opening:
     )
 
 
-class TcpRead(Case):
+class TcpRead(SocketCase):
     """Server to client over one blocking connection: from files, or constant bytes without them."""
-
-    requests = 1
 
     def __init__(
         self, server: Child, unit: WorkUnit, region: memoryview, files: ChunkLocations | None
     ) -> None:
+        super().__init__(socket.create_connection(("127.0.0.1", int(server.hello["port"]))))
         self.name = "tcp_constant" if files is None else "tcp_files"
         self.label = "bare TCP, constant bytes" if files is None else "bare TCP, same files"
         self.server_pid = server.pid
@@ -46,7 +44,6 @@ class TcpRead(Case):
         self._region = region
         self._frame_size_bytes = frame_size_bytes(unit)
         self._opening = opening_for(unit, files).encode()
-        self._socket = socket.create_connection(("127.0.0.1", int(server.hello["port"])))
 
     async def run(self) -> Timing:
         started = perf_counter()
@@ -64,14 +61,3 @@ class TcpRead(Case):
             if not first_layer_s and len(left) <= first_layer_ends:
                 first_layer_s = perf_counter() - started
         return Timing(perf_counter() - started, first_layer_s)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._socket.close()

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import signal
-import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,15 +79,13 @@ _Check = Annotated[bool, typer.Option("--check", help="Exit status 1 if a bar is
 _UNIT = WorkUnit()
 _REPEATS = 9
 _LOOKUPS = 1000
-_WIDE = 140
 _CLIENTS = [1, 4, 16, 64]
 _WORKERS = [1]
 _PLANES = list(DEFAULT_PLANES)
 _COUNTS = [10_000, 100_000, 1_000_000]
 _Lookups = Annotated[int, typer.Option(min=1, max=1_000_000, help="Lookups in each phase.")]
 
-# Into a file the tables are whole, however wide.
-console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _WIDE)
+console = Console(highlight=False, soft_wrap=True)
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 

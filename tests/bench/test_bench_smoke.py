@@ -115,13 +115,16 @@ def test_store(tmp_path: Path) -> None:
 def test_planes(tmp_path: Path) -> None:
     report = bench_json(tmp_path, "planes", *TINY, "--repeats", "2")
     requests = {case["name"]: case["requests"] for case in report["cases"]}
-    verified = [name for name in requests if not name.endswith("_constant")]
-    constant = {f"{plane}_constant" for plane in PLANES if plane in ("tcp", "nixl")}
-    ceilings = {f"{plane}_files" for plane in PLANES} | constant
+    transports = {"memcpy": 0, "tcp_constant": 1, "grpc": 1}
+    if "nixl" in PLANES:
+        transports["nixl_constant"] = 1
+    verified = [name for name in requests if name not in transports]
+    ceilings = {f"{plane}_files" for plane in PLANES} | transports.keys()
     assert requests == {
         **{f"kvserve_stream_{plane}": 1 for plane in PLANES},
         **{f"kvserve_by_layer_sequential_{plane}": 2 for plane in PLANES},
-        **dict.fromkeys(ceilings, 1),
+        **{f"{plane}_files": 1 for plane in PLANES},
+        **transports,
     }
     for case in report["cases"]:
         check_case(case, 2, ceilings)
