@@ -270,7 +270,7 @@ class Transfers:
         def late(position: int, late: Late) -> None:
             log.warning("a file is left for now: %s", late.error)
             if late.hangs is None:
-                self._store.abandon_later(left[position])
+                self._store.left_writers.add(left[position])
 
         await in_batches(
             self._threads, lambda position: _abandon(left[position]), range(len(left)), late=late

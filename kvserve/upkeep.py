@@ -145,7 +145,7 @@ class Upkeep:
 
     async def _beat(self) -> None:
         await self._run(self._beats, self._tree.owner.beat_blocking)
-        await self._run(self._closes, self._tree.store.remove_left_blocking)
+        await self._run(self._closes, self._tree.store.left_writers.remove_blocking)
 
     async def _release(self) -> None:
         try:

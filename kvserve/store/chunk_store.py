@@ -29,7 +29,6 @@ from kvserve.store.paths import TempNames
 from kvserve.store.publish import ChunkWriter
 from kvserve.store.quarantine import Quarantine
 from kvserve.store.root import Root
-from kvserve.store.temp_file import remove_left_blocking
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ class ChunkStore:
         self._quarantine = quarantine
         self._clock = clock
         self.open_chunks = open_chunks
-        self._left = LeftWriters()
+        self.left_writers = LeftWriters(fs, names)
 
     def __repr__(self) -> str:
         return f"<ChunkStore {self.root} {self.open_chunks!r}>"
@@ -359,15 +358,6 @@ class ChunkStore:
         if not ttl_s or self._clock() - used_at <= ttl_s:
             return None
         return Verdict(ChunkStatus.MISS_EXPIRED, f"not used for more than {ttl_s:.0f} s")
-
-    def abandon_later(self, writer: ChunkWriter) -> None:
-        """There was no thread for that; `remove_left_blocking` does it. Does no I/O."""
-        self._left.add(writer)
-
-    def remove_left_blocking(self) -> None:
-        """Another try for temporary files that could not be removed."""
-        self._left.remove_blocking()
-        remove_left_blocking(self.fs, self._names)
 
     def ensure_namespace_blocking(self, key: ChunkKey) -> None:
         """Before the first write of a store.

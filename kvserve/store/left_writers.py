@@ -1,4 +1,4 @@
-"""Writers whose store is over and whose files no thread could remove then: the mount was hung, or
+"""Unfinished files whose store is over and that could not be removed then: the mount was hung, or
 the threads were busy for too long. Another try removes them."""
 
 import logging
@@ -7,7 +7,10 @@ from contextlib import suppress
 from typing import Final
 
 from kvserve.errors import StorageError
+from kvserve.fs import FileSystem
+from kvserve.store.paths import TempNames
 from kvserve.store.publish import ChunkWriter
+from kvserve.store.temp_file import remove_left_blocking
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +21,9 @@ class LeftWriters:
     """Bounded: those that have their file open by the budget of open files, the others by a number
     beyond which a file is left to the sweep that comes after this server. Safe from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, fs: FileSystem, names: TempNames) -> None:
+        self._fs = fs
+        self._names = names
         self._writers: deque[ChunkWriter] = deque()
 
     def __repr__(self) -> str:
@@ -39,3 +44,4 @@ class LeftWriters:
         for _ in range(len(self._writers)):
             with suppress(StorageError, IndexError):  # another thread was faster
                 self._writers.popleft().abandon_blocking()
+        remove_left_blocking(self._fs, self._names)

@@ -215,7 +215,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert fs.has_failed
         finally:
             fs.fails_at = 0
-        self.stores[server].remove_left_blocking()
+        self.stores[server].left_writers.remove_blocking()
         self.trees[server].evictor._stubborn.clear()
         is_there = self._path(index).exists()
         if what == "put" and is_there and (is_acknowledged or index not in self.damaged):

@@ -90,8 +90,8 @@ def test_a_file_that_no_thread_could_remove_goes_with_a_later_beat(
     other = tree.store.locate(descriptor_of(1, HYBRID))
     writer = tree.store.writer(other, 0)
     writer.write_blocking(0, 0, memoryview(slice_of(0, 0, HYBRID.slice_sizes[0])))
-    tree.store.abandon_later(writer)
+    tree.store.left_writers.add(writer)
     assert writer.is_open
-    tree.store.remove_left_blocking()
+    tree.store.left_writers.remove_blocking()
     assert not writer.is_open
     assert tree.store.open_chunks.taken == 0

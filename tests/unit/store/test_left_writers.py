@@ -34,7 +34,7 @@ def test_beyond_the_bound_only_those_with_a_descriptor(
     tree = Tree(root, open_files_max=2, chunks=6)
     writers = [begun(tree, index) for index in range(5)]
     assert [it.holds_descriptor for it in writers] == [True, True, False, False, False]
-    left = LeftWriters()
+    left = LeftWriters(tree.store.fs, tree.store._names)
     for writer in (writers[2], writers[0], writers[3], writers[1], writers[4]):
         left.add(writer)
     assert len(left) == 3
@@ -48,12 +48,12 @@ def test_one_that_cannot_be_removed_does_not_keep_the_others(
     root: Path, fs: FaultyFileSystem
 ) -> None:
     tree = Tree(root, fs=fs, chunks=3)
-    left = LeftWriters()
+    left = LeftWriters(tree.store.fs, tree.store._names)
     for index in range(3):
         left.add(begun(tree, index))
     fs.fail(tree.where.descriptor.chunk_hashes[0].hex(), ["unlink"])
     left.remove_blocking()
     assert (len(left), temp_files(root)) == (0, 1)
     fs.heal()
-    tree.store.remove_left_blocking()
+    left.remove_blocking()
     assert temp_files(root) == 0, "it was remembered by its name"
