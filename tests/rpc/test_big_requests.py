@@ -63,10 +63,11 @@ def quantile(values: list[float], part: float) -> float:
 
 
 @asynccontextmanager
-async def watched(channel: grpc.aio.Channel, *, asks_once: bool = False) -> AsyncIterator[None]:
+async def watched(channel: grpc.aio.Channel, *, lookups_too: bool = True) -> AsyncIterator[None]:
     """Fails if the loop was held, or small lookups were, while the body ran.
 
-    One time does not count, since it may be the machine's, unless the body `asks_once`.
+    `lookups_too`: not where the body is little else than one thread's computing. A lookup has its
+    client in this process, too, and each of its hops waits for Python's lock then.
     """
     request = pb.LookupRequest(descriptor=descriptor_to_pb(small_descriptor(chunks=1)))
     raw = request.SerializeToString()
@@ -100,10 +101,9 @@ async def watched(channel: grpc.aio.Channel, *, asks_once: bool = False) -> Asyn
         f"lookup p50 {quantile(lookups_s, 0.5):.4f} s, max {max(lookups_s):.4f} s"
     )
     print(seen)
-    longest = sorted(lags.held_s)[-1 if asks_once else -2]
-    assert longest < HELD_S_MAX, seen
+    assert max(lags.held_s) < HELD_S_MAX, seen
     assert quantile(lags.late_s, 0.99) < LAG_P99_S_MAX, seen
-    assert quantile(lookups_s, 0.5) < LOOKUP_P50_S_MAX, seen
+    assert not lookups_too or quantile(lookups_s, 0.5) < LOOKUP_P50_S_MAX, seen
 
 
 async def look_up_big(channel: grpc.aio.Channel, raw: bytes) -> pb.LookupReply:
@@ -189,18 +189,19 @@ async def test_hits_by_layer_among_many_misses(
         assert target[at : at + 3000 * 64] == payload[of_stored : of_stored + 3000 * 64]
 
 
-async def test_a_release_of_half_a_million_chunks(
-    channel: grpc.aio.Channel, server: Server
-) -> None:
-    owner, shards = ("default", "request"), 8
+async def test_releases_of_half_a_million_chunks(channel: grpc.aio.Channel, server: Server) -> None:
+    requests, shards = [f"request {number}" for number in range(5)], 8
     leases = server._tree.exchange.leases
-    leases._chunks_max = shards * MANY
-    for shard in range(shards):
-        leases.grant(owner, str(shard), range(shard * MANY, (shard + 1) * MANY), 60.0)
-    raw = pb.ReleaseRequest(tenant=owner[0], lease_owner=owner[1]).SerializeToString()
-    async with watched(channel, asks_once=True):
-        reply = await channel.unary_unary(f"/{SERVICE}/Release")(raw)
-    assert pb.ReleaseReply.FromString(reply).released_chunks == shards * MANY
+    leases._chunks_max = len(requests) * shards * MANY
+    for request in requests:
+        for shard in range(shards):
+            keys = range(shard * MANY, (shard + 1) * MANY)
+            leases.grant(("default", request), str(shard), keys, 60.0)
+    async with watched(channel, lookups_too=False):
+        for request in requests:
+            raw = pb.ReleaseRequest(tenant="default", lease_owner=request).SerializeToString()
+            reply = await channel.unary_unary(f"/{SERVICE}/Release")(raw)
+            assert pb.ReleaseReply.FromString(reply).released_chunks == shards * MANY
 
 
 def resident_bytes() -> int:

@@ -255,7 +255,7 @@ async def test_a_server_without_the_package(
     start_server: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nixl_agent, "_MODULES", ("nixl_that_is_not_there",))
-    with pytest.raises(InvalidRequest, match=r"pip install 'kvserve\[nixl\]'"):
+    with pytest.raises(InvalidRequest, match=r"pip install 'PATH/TO/kvserve\[nixl\]'"):
         await start_server(server={"nixl": True})  # type: ignore[misc]
 
 

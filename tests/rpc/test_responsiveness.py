@@ -10,9 +10,8 @@ from kvserve.testing.server_process import ServerProcess
 from tests.payload import payload_for, small_descriptor
 
 LOOKUPS = 1000
-# `kvserve bench lookup` has the 99th percentile; here a machine that stands still for a moment must
-# not decide.
-P90_S_MAX = 0.05
+# `kvserve bench lookup` has the figure; here every other test may be running beside it.
+P99_S_MAX = 0.05
 BIG = small_descriptor(chunks=64, layers=16, kv_heads=8, head_dim=128)
 # A process of its own: threads that copy payload would hold the lookups' Python lock.
 FETCHER = """
@@ -64,4 +63,4 @@ def test_lookups_stay_fast_beside_large_fetches(root: Path) -> None:
                 took_s.append(time.perf_counter() - started)
             fetcher.communicate(timeout=30)
         assert fetcher.returncode == 0
-    assert sorted(took_s)[LOOKUPS * 90 // 100] < P90_S_MAX
+    assert sorted(took_s)[LOOKUPS * 99 // 100] < P99_S_MAX
